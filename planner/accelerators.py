@@ -66,13 +66,12 @@ TPU_V2 = Accelerator(
     fuses=True,
     source=_JOUPPI.format(chip="46 TFLOP/s, 700 GB/s, two cores with one 128 x 128 matrix unit each"),
 )
-TPU_V3 = Accelerator(
+TPU_V3 = replace(
+    TPU_V2,
     name="TPUv3 core",
     flops_per_s=61.5e12,
     half_flops_per_s=61.5e12,
     bytes_per_s=450e9,
-    matrix_unit=128,
-    fuses=True,
     source=_JOUPPI.format(chip="123 TFLOP/s, 900 GB/s, two cores with two 128 x 128 matrix units each"),
 )
 P100_16 = Accelerator(
@@ -84,12 +83,9 @@ P100_16 = Accelerator(
     bytes_per_s=732e9,
     source="NVIDIA's Tesla P100 data sheet: 9.3 TFLOP/s in float32, 18.7 in float16, 732 GB/s",
 )
-P100_12 = Accelerator(
+P100_12 = replace(
+    P100_16,
     name="P100 for PCIe, 12 GB",
-    attention="efficient",
-    bfloat16=False,
-    flops_per_s=9.3e12,
-    half_flops_per_s=18.7e12,
     bytes_per_s=549e9,
     source="NVIDIA's Tesla P100 data sheet: 9.3 TFLOP/s in float32, 18.7 in float16, 549 GB/s",
 )

@@ -16,7 +16,6 @@ from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from gpipe_bench.pipeline.plan.partition import Partition, partition
@@ -30,7 +29,7 @@ from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of, splits_some, ways
 from gpipe_bench.planner.search import KEPT, Found, Search
-from gpipe_bench.planner.steps import filled
+from gpipe_bench.planner.steps import filled, spans
 
 SHOWN = 5
 """Number of ways that are printed."""
@@ -70,7 +69,7 @@ class Plan:
         Raises ValueError, with what to ask instead, if the format can't run the plan or lacks memory for it.
         """
         candidate, request = as_run(form, self.model, self.best.candidate, self.request)
-        halves = [each.gathers_half(candidate.fsdp) for each in (request, self.request)]
+        halves = [each.gathers_half(candidate.grid.fsdp) for each in (request, self.request)]
         if candidate == self.best.candidate and halves[0] == halves[1]:
             return self.best
         found = predict(candidate, self.costs, request)
@@ -99,25 +98,22 @@ class Plan:
 
     def command(self, name: str = NAME) -> str:
         """The command line that starts the training."""
-        return command(self.request, name, self.best.candidate.accelerators)
+        return command(self.request, name, self.best.candidate.grid.accelerators)
 
     def describe(self) -> dict[str, Any]:
         """Returns the plan as plain data."""
+        asked = (
+            "accelerators", "memory_bytes", "batch_size", "optimizer", "precision", "device_type", "hosts",
+            "compiled",
+        )  # fmt: skip
         request = self.request
         return {
             "model": self.model.name,
             "num_parameters": self.model.num_parameters,
-            "accelerators": request.accelerators,
-            "memory_bytes": request.memory_bytes,
+            **{name: getattr(request, name) for name in asked},
             "reserve_bytes": request.held_back_bytes,
-            "batch_size": request.batch_size,
-            "optimizer": request.optimizer,
-            "precision": request.precision,
-            "device_type": request.device_type,
             "link": request.link.name,
             "between": request.between.name if request.between else None,
-            "hosts": request.hosts,
-            "compiled": request.compiled,
             "tried": self.tried,
             "skipped": self.skipped,
             "plans": [
@@ -184,7 +180,7 @@ def plan(
         least = smallest(model, request, space, request.usable_bytes)
         if least is None or least.peak > request.usable_bytes:
             raise ValueError(_too_large(model, request, given))
-        step_s = search.step_s(least.way, least.candidate.cut, least.candidate.remat)
+        step_s = search.step_s(least.candidate)
         found = (replace(least, step_s=step_s),)
     best = sorted((predicted(each, search) for each in found), key=lambda each: (each.step_s, each.peak))
     return Plan(model, search.request, tuple(best[:shown]), search.tried, search.skipped, costs)
@@ -260,6 +256,7 @@ def on_engine(model: Model, request: Request, space: Space) -> Space:
     """Returns the space without what cannot be run: by this engine, if it is to run the plan, else by any.
     `ValueError` for tensor parallelism that the engine does not have.
     """
+    space = replace(space, least_examples=model.least_examples)
     if not _is_here(request):
         return replace(space, sharded_stages=space.sharded_stages and not model.ties)
     ranks = max(space.tp or (1,))
@@ -321,17 +318,13 @@ class _Cuts:
         ]
         self.cut = partition(held, room.schedule.num_stages)
 
-    def remat(self, worker: int, stages: tuple[range, ...]) -> str:
-        """Returns the recomputation with which a worker with these stages holds least."""
-        every = ((each, self.room.memory(worker, stages, (each,) * len(stages)).peak) for each in self.remats)
-        return min(every, key=lambda each: each[1])[0]
-
-    def peak(self, worker: int, stages: tuple[range, ...]) -> int:
-        remat = self.remat(worker, stages)
-        return self.room.memory(worker, stages, (remat,) * len(stages)).peak
+    def least(self, worker: int, stages: tuple[range, ...]) -> tuple[int, str]:
+        """The least that a worker with these stages holds, and the recomputation with which it does."""
+        every = [(self.room.memory(worker, stages, (r,) * len(stages)).peak, r) for r in self.remats]
+        return min(every, key=lambda each: each[0])
 
     def peaks(self, cut: Partition) -> list[int]:
-        return [self.peak(worker, tuple(cut[s] for s in mine)) for worker, mine in enumerate(self.homes)]
+        return [self.least(worker, tuple(cut[s] for s in mine))[0] for worker, mine in enumerate(self.homes)]
 
     @property
     def fullest(self) -> int:
@@ -341,11 +334,11 @@ class _Cuts:
         """The cut, with its messages."""
         remat = ["never"] * len(self.cut)
         for worker, mine in enumerate(self.homes):
-            again = self.remat(worker, tuple(self.cut[stage] for stage in mine))
+            _, again = self.least(worker, tuple(self.cut[stage] for stage in mine))
             for stage in mine:
                 remat[stage] = again
         memory = self.room.counted(self.cut, remat)
-        return Found(self.way, self.way.candidate(self.cut, tuple(remat)), memory)
+        return Found(self.way.candidate(self.cut, tuple(remat)), memory)
 
     def improve(self) -> None:
         """The cut whose fullest worker is smallest; where a worker has several stages, layers are moved over
@@ -359,7 +352,10 @@ class _Cuts:
                 self.cut = moved
             return
         cut = filled(
-            lambda stage, start, stop: self.peak(stage, (range(start, stop),)), layers, len(self.cut), 1e-9
+            lambda stage, start, stop: self.least(stage, (range(start, stop),))[0],
+            layers,
+            len(self.cut),
+            1e-9,
         )
         self.cut = min(self.cut, cut or self.cut, key=lambda each: max(self.peaks(each)))
 
@@ -371,7 +367,7 @@ class _Cuts:
             ends = [stage.start for stage in self.cut] + [len(self.room.layers)]
             if 0 < boundary < len(self.cut) and ends[boundary - 1] < ends[boundary] + by < ends[boundary + 1]:
                 ends[boundary] += by
-                others.append(tuple(range(a, b) for a, b in pairwise(ends)))
+                others.append(spans(ends))
         best = min(others, key=lambda each: max(self.peaks(each)), default=self.cut)
         return best if max(self.peaks(best)) < most else None
 
@@ -408,7 +404,7 @@ def _remedies(model: Model, request: Request, space: Space, as_one: bool) -> Ite
         given |= {
             "--no-fsdp": {"sharded": True},
             "--pp": {"pp": None},
-            "--schedule": {"schedules": every.schedules},
+            "--schedule": {"schedules": space.possible},
             "--tp": {"tp": every.tp},
         }
     for option, change in given.items():

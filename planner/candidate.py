@@ -1,8 +1,8 @@
 """One way to train: the grid of accelerators, the pipeline's stages and schedule, what is recomputed; and
 what a step of it takes.
 
-A `Way` is all of it but the cut. A `Candidate` is complete: everything that is needed to run it, and nothing
-that follows from it. What follows is its `Prediction`.
+A `Way` is all of it but the cut. A `Candidate` has that, too: everything that is needed to run it, and
+nothing that follows from it. What follows is its `Prediction`.
 
     dp 2 x fsdp 1 x tp 1 x 4 workers, 2 stages each, M = 8, interleaved      8 accelerators, 8 stages
 """
@@ -10,7 +10,7 @@ that follows from it. What follows is its `Prediction`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from itertools import pairwise
 from math import isfinite
@@ -31,9 +31,17 @@ a whole stage; they begin while the stage waits for the gradient."""
 
 @dataclass(frozen=True, slots=True, order=True)
 class Grid:
-    """Accelerators by what they do: workers of a pipeline, replicas, those that share a layer.
+    """Accelerators by what they do.
 
-    `fsdp_level` is as `Candidate` has it.
+    Args:
+        pp: workers of the pipeline
+        dp: replicas that hold everything
+        fsdp: replicas that share out what `fsdp_level` says; they count as replicas too
+        fsdp_level: one of FSDP_LEVELS, 0 exactly where `fsdp` is 1
+        tp: accelerators that compute one stage together
+
+    Raises:
+        ValueError: a level that does not go with `fsdp`.
     """
 
     pp: int
@@ -41,6 +49,13 @@ class Grid:
     fsdp: int = 1
     fsdp_level: int = 0
     tp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.fsdp_level not in FSDP_LEVELS or (self.fsdp == 1) != (self.fsdp_level == 0):
+            raise ValueError(
+                f"fsdp {self.fsdp} with fsdp_level {self.fsdp_level}; give level 0 for one rank, 2 or 3 for "
+                "more"
+            )
 
     @property
     def replicas(self) -> int:
@@ -69,7 +84,15 @@ def splits(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """All of a candidate but its cut."""
+    """All of a candidate but its cut.
+
+    Args:
+        grid: of the accelerators
+        schedule: a name of `pipeline.plan.named.NAMED`
+        stages_per_worker: v
+        num_microbatches: M, of each replica
+        microbatch_size: examples
+    """
 
     grid: Grid
     schedule: str
@@ -79,6 +102,7 @@ class Way:
 
     @property
     def num_stages(self) -> int:
+        """K."""
         return self.grid.pp * self.stages_per_worker
 
     @property
@@ -86,116 +110,50 @@ class Way:
         """Whether backwards are I and W."""
         return splits(self.schedule)
 
-    def rows(self) -> Schedule:
-        """Returns the schedule of the workers, without recomputation."""
-        workers, count = self.grid.pp, self.num_microbatches
-        return named(self.schedule, workers, count, stages_per_worker=self.stages_per_worker)
-
     def candidate(self, cut: Partition, remat: tuple[str, ...]) -> Candidate:
         """Completes the way with a cut and its recomputation."""
-        grid = self.grid
         return Candidate(
-            cut=cut,
-            schedule=self.schedule,
-            num_microbatches=self.num_microbatches,
-            remat=remat,
-            num_workers=grid.pp,
-            stages_per_worker=self.stages_per_worker,
-            dp=grid.dp,
-            fsdp=grid.fsdp,
-            fsdp_level=grid.fsdp_level,
-            tp=grid.tp,
+            **{each.name: getattr(self, each.name) for each in fields(Way)}, cut=cut, remat=remat
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A way to train.
+class Candidate(Way):
+    """A way to train with its cut.
 
     Args:
         cut: the layers of each stage, all of them in their order
-        schedule: a name of `pipeline.plan.named.NAMED`
-        num_microbatches: M, of each replica
         remat: one of REMATS for each stage
-        num_workers: of the pipeline, K where each holds one stage
-        stages_per_worker: v
-        dp: replicas that hold everything
-        fsdp: replicas that share out what `fsdp_level` says; they count as replicas too
-        fsdp_level: one of FSDP_LEVELS, 0 exactly where `fsdp` is 1
-        tp: accelerators that compute one stage together
 
     Raises:
-        ValueError: a cut that is none or has another number of stages, a level that does not go with `fsdp`.
+        ValueError: a cut that is none or has another number of stages.
     """
 
     cut: Partition
-    schedule: str
-    num_microbatches: int
     remat: tuple[str, ...]
-    num_workers: int
-    stages_per_worker: int = 1
-    dp: int = 1
-    fsdp: int = 1
-    fsdp_level: int = 0
-    tp: int = 1
 
     def __post_init__(self) -> None:
         if len(self.cut) != self.num_stages or len(self.remat) != self.num_stages:
             raise ValueError(
-                f"{self.num_workers} workers with {self.stages_per_worker} stages each need as many "
+                f"{self.grid.pp} workers with {self.stages_per_worker} stages each need as many "
                 f"stages: the cut has {len(self.cut)}, remat {len(self.remat)}"
             )
         ends = [0, *(stage.stop for stage in self.cut)]
         if any(a >= b for a, b in pairwise(ends)) or [stage.start for stage in self.cut] != ends[:-1]:
             raise ValueError(f"the cut is {self.cut}; stages hold a layer or more each, in order, no gaps")
-        if self.fsdp_level not in FSDP_LEVELS or (self.fsdp == 1) != (self.fsdp_level == 0):
-            raise ValueError(
-                f"fsdp {self.fsdp} with fsdp_level {self.fsdp_level}; give level 0 for one rank, 2 or 3 for "
-                "more"
-            )
-
-    @property
-    def num_stages(self) -> int:
-        """K."""
-        return self.num_workers * self.stages_per_worker
-
-    @property
-    def grid(self) -> Grid:
-        """The grid of the candidate's accelerators."""
-        return Grid(self.num_workers, self.dp, self.fsdp, self.fsdp_level, self.tp)
-
-    @property
-    def replicas(self) -> int:
-        """Shares of a mini-batch."""
-        return self.dp * self.fsdp
-
-    @property
-    def accelerators(self) -> int:
-        """Number of accelerators that the candidate needs."""
-        return self.grid.accelerators
 
     def rows(self, num_microbatches: int | None = None, *, recomputes: bool = True) -> Schedule:
         """Returns the schedule, also for another number of micro-batches. ValueError if it does not exist."""
         again: Remat = by_schedule(self.remat) if recomputes else "never"
         number, each = num_microbatches or self.num_microbatches, self.stages_per_worker
-        return named(self.schedule, self.num_workers, number, remat=again, stages_per_worker=each)
-
-    def microbatch_size(self, batch_size: int) -> int:
-        """Examples of a micro-batch. `ValueError` for a mini-batch that does not divide into equal ones."""
-        size, rest = divmod(batch_size, self.replicas * self.num_microbatches)
-        if rest:
-            raise ValueError(
-                f"a mini-batch of {batch_size} does not divide into {self.replicas} replicas of "
-                f"{self.num_microbatches} micro-batches; give a multiple of "
-                f"{self.replicas * self.num_microbatches}"
-            )
-        return size
+        return named(self.schedule, self.grid.pp, number, remat=again, stages_per_worker=each)
 
     def describe(self) -> dict[str, Any]:
         """Returns the candidate as plain data; the cut is given as numbers of layers."""
-        facts = asdict(self) | {"remat": list(self.remat)}
-        facts["cut"] = [len(stage) for stage in self.cut]
-        return facts
+        facts = asdict(self)
+        grid = facts.pop("grid")
+        facts |= {"cut": [len(stage) for stage in self.cut], "remat": list(self.remat)}
+        return facts | {"num_workers": grid.pop("pp"), **grid}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,10 +189,10 @@ class Prediction:
                 f"a step of {self.step_s} s, from {self.low_s} to {self.high_s}: give low <= step <= high, "
                 "all finite and above 0"
             )
-        if not len(self.peak_bytes) == len(self.peak_when) == self.candidate.num_workers:
+        if not len(self.peak_bytes) == len(self.peak_when) == self.candidate.grid.pp:
             raise ValueError(
                 f"{len(self.peak_bytes)} peaks at {len(self.peak_when)} actions for "
-                f"{self.candidate.num_workers} workers; give one of each for every worker"
+                f"{self.candidate.grid.pp} workers; give one of each for every worker"
             )
 
     @property
@@ -253,15 +211,6 @@ class Prediction:
 
     def describe(self) -> dict[str, Any]:
         """Returns the prediction as plain data."""
-        return {
-            **self.candidate.describe(),
-            "batch_size": self.batch_size,
-            "step_s": self.step_s,
-            "low_s": self.low_s,
-            "high_s": self.high_s,
-            "examples_per_s": self.examples_per_s,
-            "peak_bytes": list(self.peak_bytes),
-            "peak_when": list(self.peak_when),
-            "parts_s": dict(self.parts_s),
-            "provenance": dict(self.provenance),
-        }
+        facts = asdict(self)
+        del facts["candidate"]
+        return self.candidate.describe() | facts | {"examples_per_s": self.examples_per_s}

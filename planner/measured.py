@@ -18,19 +18,15 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from math import inf
 from statistics import median
 from typing import Any
 
-import torch
-
 from gpipe_bench.pipeline import launch
-from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
-from gpipe_bench.pipeline.memory.trace import Boundary
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.planner.costs import FIRST, LEVELS, ONCE, Costs, Run, SizeCosts
-from gpipe_bench.planner.model import Model, Subject
+from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, ProbeRun, probe
 from gpipe_bench.planner.request import Request
 
@@ -68,12 +64,17 @@ def timed(
             f"--precision {request.precision}{' --compiled' * request.compiled}: this machine's layers are "
             "timed in float32 and as they are; name an accelerator with --device-type for others"
         )
+    source = model.source
+    if not source.has_loss or source.is_foreign:
+        raise ValueError(
+            f"{model.name} returns no loss or no layers, and its steps are to be timed: return (layers, "
+            "inputs, target, loss_fn), or name an accelerator with --device-type"
+        )
     sizes = sizes_worth(sizes, request)
     few = sorted({sizes[round(i * (len(sizes) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)})
     processes = min(request.accelerators, len(os.sched_getaffinity(0)))
-    subject = _subject(model)
     profiles = partial(model.profile_of, precision=request.precision)
-    job = ProbeJob(subject, tuple(few), rounds, request.optimizer, sharded=sharded, shown=shown)
+    job = ProbeJob(source, tuple(few), rounds, request.optimizer, sharded=sharded, shown=shown)
     costs = measured(launch(_probe, processes, job), "this machine", profiles)
     costs = replace(costs, sizes={n: each.with_blocks(model.blocks) for n, each in costs.sizes.items()})
     less = "" if processes == request.accelerators else f", of {request.accelerators} that are asked about"
@@ -90,32 +91,6 @@ def sizes_worth(sizes: Sequence[int], request: Request) -> list[int]:
 
 def _probe(job: ProbeJob) -> Probed:
     return probe(Bench(job))
-
-
-def _subject(model: Model) -> Subject:
-    if model.source.options is not None:
-        return Subject(model.source.called, model.source.options)
-    if not model.source.has_loss or model.source.is_foreign:
-        raise ValueError(
-            f"{model.name} returns no loss or no layers, and its steps are to be timed: return (layers, "
-            "inputs, target, loss_fn), or name an accelerator with --device-type"
-        )
-    return Subject(model.name)
-
-
-def profiles_of(subject: Subject) -> Callable[..., ModelProfile]:
-    """Profiles of its layers in bytes, as `Costs` asks for them, each made once; of whole layers that
-    recompute nothing inside.
-    """
-
-    @cache
-    def profile(size: int, *, split_backward: bool = False, **_: object) -> ModelProfile:
-        with torch.device("meta"):
-            layers, loss = subject.build()
-        ends = map(Boundary.of, subject.batch(size, "meta"))
-        return Profiler(split_backward=split_backward).model(layers, loss, *ends)
-
-    return profile
 
 
 def as_measured(request: Request, costs: Costs) -> Request:

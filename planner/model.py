@@ -1,5 +1,5 @@
-"""The models of `plan`: published shapes by name and one's own, built without memory; and the
-same as something that a process which times them can be sent and builds for itself (`Subject`).
+"""The models of `plan`: published shapes by name and one's own, built without memory; and where they come
+from, which a process that times them is sent, and builds for itself (`Source`).
 """
 
 from __future__ import annotations
@@ -52,20 +52,57 @@ DIVIDES = "a fifth value: a function of (layers, mesh) that divides the layers o
 """Description of the function that makes a user's own model tensor parallel."""
 
 
+Loss = Callable[[Any, Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Source:
-    """How a script makes the model again: the import, and what is called by it.
+    """Where a model comes from, for a script that makes it again or a process that times it: equal layers in
+    every process with the same seed.
 
-    For one's own `called` is the function, which may give a loss and what divides its layers, and a foreign
-    model in the place of layers; for the zoo's it is the builder, with its options.
+    Args:
+        name: of the zoo, with its `options`; or `module:function`, which returns (layers, inputs, target,
+            loss_fn, ...), and whose batches repeat these
+        has_loss, divides: whether the function gives a loss, and what divides its layers over ranks
+        is_foreign: whether it gives a whole model in the place of layers
     """
 
-    imports: str
-    called: str
-    options: dict[str, Any] | None = None
+    name: str
+    options: Mapping[str, Any] | None = None
     has_loss: bool = True
     is_foreign: bool = False
     divides: bool = False
+
+    @property
+    def called(self) -> str:
+        """The builder of the zoo, or one's own function."""
+        return self.name.rpartition(":")[2]
+
+    @property
+    def imports(self) -> str:
+        """The line with which a script imports it."""
+        if self.options is not None:
+            return "from gpipe_bench.models import MODELS, example_batch, loss_fn"
+        return f"from {self.name.partition(':')[0]} import {self.called}"
+
+    def build(self) -> tuple[list[nn.Module], Loss]:
+        """Layers and loss."""
+        if self.options is not None:
+            return list(MODELS[self.name](**self.options)), loss_fn(self.name, **self.options)
+        layers, _, _, loss, *_ = _function(self.name)()
+        return list(layers), loss
+
+    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
+        """Returns inputs and target of that number of examples."""
+        if self.options is not None:
+            return example_batch(self.name, examples, device=device, **self.options)
+        with torch.device(device):
+            _, *given, _ = _function(self.name)()[:4]
+        found = []
+        for tensors, structure in map(flatten, given):
+            more = [torch.cat([t] * -(-examples // t.shape[0]))[:examples] for t in tensors]
+            found.append(unflatten(tuple(more), structure))
+        return found[0], found[1]
 
 
 @dataclass(frozen=True)
@@ -86,12 +123,12 @@ class Model:
 
     name: str
     layers: tuple[nn.Module, ...]
-    loss_fn: Callable[[Any, Tensor], Tensor]
+    loss_fn: Loss
     inputs: Boundary
     target: Boundary
     num_parameters: int
     ties: tuple[SharedWeight, ...] = ()
-    source: Source = Source("", "")
+    source: Source = Source("")
     attention: str = "cpu"
     divide: Callable[..., object] | None = field(default=None, repr=False, compare=False)
     _profiles: dict[tuple[object, ...], ModelProfile] = field(default_factory=dict, repr=False, compare=False)
@@ -156,6 +193,21 @@ class Model:
         (kind, count), *_ = Counter(map(type, self.layers)).most_common(1)
         every = range(len(self.layers))
         return frozenset(i for i in every if 2 * count < len(every) or type(self.layers[i]) is kind)
+
+    @property
+    def least_examples(self) -> int:
+        """The smallest micro-batch that the layers take: two examples where one fails, as with batch norm."""
+        return 1 if self.why_not_one is None else 2
+
+    @cached_property
+    def why_not_one(self) -> str | None:
+        """What one's own layers say of a micro-batch of one example; None where they take it."""
+        try:
+            if self.source.options is None:
+                self.profile_of(1, "float32")
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return None
 
     def recomputing(self, remat: str) -> tuple[nn.Module, ...]:
         """The layers, with torch's checkpoint around the blocks where `remat` is one of WRAPPED."""
@@ -389,7 +441,7 @@ def built(name: str, builder: str, options: dict[str, Any], batch_size: int) -> 
     return Model(
         name, tuple(model), loss_fn(builder, **options), Boundary.of(inputs), Boundary.of(target),
         count_parameters(model), shared_weights(tuple(model)),
-        Source("from gpipe_bench.models import MODELS, example_batch, loss_fn", builder, options),
+        Source(builder, options),
     )  # fmt: skip
 
 
@@ -426,10 +478,7 @@ def _own(name: str) -> Model:
     parameters = count_parameters(nn.ModuleList(layers))
     return Model(
         name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, shared_weights(layers),
-        Source(
-            f"from {module} import {attribute}", attribute, has_loss=len(given) > 2,
-            is_foreign=_is_foreign(given[0]), divides=len(given) == 5,
-        ),
+        Source(name, None, len(given) > 2, _is_foreign(given[0]), len(given) == 5),
         divide=given[4] if len(given) == 5 else None,
     )  # fmt: skip
 
@@ -453,41 +502,6 @@ def _mean(output: Any, target: Tensor) -> Tensor:
 def _kind(value: object) -> str:
     count = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
     return f"type {type(value).__name__}{count}"
-
-
-Loss = Callable[[Any, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model, its loss, and examples for it, which a process builds for itself; equal ones in every process
-    with the same seed.
-
-    `name` is one of the zoo, with its `options`; or `module:function`, which returns (layers, inputs, target,
-    loss_fn, ...), and whose batches repeat these.
-    """
-
-    name: str
-    options: Mapping[str, Any] | None = None
-
-    def build(self) -> tuple[list[nn.Module], Loss]:
-        """Layers and loss."""
-        if self.options is not None:
-            return list(MODELS[self.name](**self.options)), loss_fn(self.name, **self.options)
-        layers, _, _, loss, *_ = _function(self.name)()
-        return list(layers), loss
-
-    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
-        """Returns inputs and target of that number of examples."""
-        if self.options is not None:
-            return example_batch(self.name, examples, device=device, **self.options)
-        with torch.device(device):
-            _, *given, _ = _function(self.name)()[:4]
-        found = []
-        for tensors, structure in map(flatten, given):
-            more = [torch.cat([t] * -(-examples // t.shape[0]))[:examples] for t in tensors]
-            found.append(unflatten(tuple(more), structure))
-        return found[0], found[1]
 
 
 def _function(name: str) -> Any:

@@ -25,7 +25,7 @@ from gpipe_bench.pipeline.plan.links import FREE, Between, Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.planner.candidate import Candidate, Prediction, Way, splits
+from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs, kinds_of
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.steps import times_on
@@ -48,8 +48,14 @@ class Layout:
         if candidate.cut[-1].stop != costs.num_layers:
             raise ValueError(f"the cut holds {candidate.cut[-1].stop} layers, the costs {costs.num_layers}")
         self.schedule = candidate.rows()
-        self.size = candidate.microbatch_size(request.batch_size)
-        self.candidate, self.costs, split = candidate, costs, splits(candidate.schedule)
+        self.size = candidate.microbatch_size
+        share = candidate.grid.replicas * candidate.num_microbatches
+        if share * self.size != request.batch_size:
+            raise ValueError(
+                f"{share} micro-batches of {self.size} are no mini-batch of {request.batch_size}; give "
+                f"{share * self.size} examples"
+            )
+        self.candidate, self.costs, split = candidate, costs, candidate.splits
         times = times_on(candidate.grid, costs, self.size, request, split=split)
         assert times.collectives is not None
         self.at, self._collectives = times.size, times.collectives
@@ -85,13 +91,13 @@ class Layout:
         }
         return replay(self.schedule, duration.__getitem__, self.topology.between, **self._rest(slower))
 
-    def drawn_s(self, draws: int, seed: int = SEED) -> list[float]:
+    def drawn_s(self) -> list[float]:
         """Sorted seconds of steps with the jitter of steps that were timed; of one without any."""
-        if not self.costs.jitter or draws < 1:
+        if not self.costs.jitter:
             return [float(self.timeline().makespan_s)]
-        generator = random.Random(seed)
+        generator = random.Random(SEED)
         found = []
-        for _ in range(draws):
+        for _ in range(DRAWS):
             run = generator.choice(self.costs.jitter)
             factors = {
                 action: generator.choice(run[self.schedule.worker(action.stage) % len(run)])
@@ -125,11 +131,11 @@ class Layout:
             found["activation_bytes"] = [self.at.activation_bytes[end] for end in ends]
         if self.at.gradient_bytes:
             found["gradient_bytes"] = [self.at.gradient_bytes[end] for end in ends]
-        if candidate.replicas > 1:
+        if candidate.grid.replicas > 1:
             found["reductions"] = [each.buckets for each in self._stages]
-        if candidate.fsdp_level == 2:
+        if candidate.grid.fsdp_level == 2:
             found["gathers"] = [each.gathers for each in self._stages]
-        if self._collectives.every_pass or candidate.tp > 1:
+        if self._collectives.every_pass or candidate.grid.tp > 1:
             waits_s = found["collective_s"] = dict[tuple[int, Kind], float]()
             each_s = map(self._collectives.waits_s, candidate.cut, candidate.remat)
             for stage, (ahead_s, back_s) in enumerate(each_s):
@@ -138,16 +144,13 @@ class Layout:
         return found
 
 
-def predict(
-    candidate: Candidate, costs: Costs, request: Request, *, draws: int = DRAWS, parts: bool = True
-) -> Prediction:
+def predict(candidate: Candidate, costs: Costs, request: Request, *, parts: bool = True) -> Prediction:
     """Seconds of a step with their range, bytes of every worker, and where each number comes from.
 
     Args:
         candidate: complete
         costs: of the micro-batch size that follows from it; without `profiles` there are no bytes, 0 each
         request: machines, mini-batch, optimizer
-        draws: steps with jitter of which the median is taken; 0 is the replay of medians, which is quick
         parts: whether to say where the time goes, too
 
     The range holds 95 % of the drawn steps, and what the costs do not know of themselves.
@@ -156,11 +159,11 @@ def predict(
         ValueError: costs that know nothing of the size, of a kind of action or of the grid.
     """
     layout = Layout(candidate, costs, request)
-    drawn = layout.drawn_s(draws)
+    drawn = layout.drawn_s()
     step_s = median(drawn)
     edge = round(0.025 * (len(drawn) - 1))
     held = _held(layout, request) if costs.profiles is not None else ()
-    workers = candidate.num_workers
+    workers = candidate.grid.pp
     return Prediction(
         candidate=candidate,
         batch_size=request.batch_size,
@@ -180,8 +183,7 @@ def _held(layout: Layout, request: Request) -> tuple[StageMemory, ...]:
     from gpipe_bench.planner.memory import Rooms
 
     each, costs = layout.candidate, layout.costs
-    way = Way(each.grid, each.schedule, each.stages_per_worker, each.num_microbatches, layout.size)
-    room = Rooms(costs.profiles, request, lambda tp: (), split=way.splits)(way)
+    room = Rooms(costs.profiles, request, lambda tp: (), split=each.splits)(each)
     return room.counted(each.cut, each.remat)
 
 

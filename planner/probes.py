@@ -54,7 +54,7 @@ from gpipe_bench.pipeline.plan.timeline import Event
 from gpipe_bench.pipeline.plan.walk import transfers
 from gpipe_bench.pipeline.stage.trees import split
 from gpipe_bench.planner.costs import LEVELS, kinds_of
-from gpipe_bench.planner.model import Subject
+from gpipe_bench.planner.model import Source
 from gpipe_bench.planner.timing import boundary_bytes, settle, time_step
 
 NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them
@@ -74,7 +74,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 class ProbeJob(NamedTuple):
     """The costs to measure."""
 
-    subject: Subject
+    source: Source
     sizes: tuple[int, ...]  # of micro-batches
     rounds: int
     optimizer: str = "sgd"
@@ -172,7 +172,7 @@ class Bench:
     def fresh_layers(self) -> list[nn.Module]:
         """Layers with the same weights in every process."""
         torch.manual_seed(self.job.seed)
-        layers, self.loss = self.job.subject.build()
+        layers, self.loss = self.job.source.build()
         return [layer.to(self.device) for layer in layers]
 
     def pipeline(
@@ -195,7 +195,7 @@ class Bench:
 
     def step(self, pipeline: Pipeline, size: int, number: int) -> Callable[[], object]:
         """Returns a function that runs a step of `number` micro-batches of that size."""
-        batch, target = self.job.subject.batch(size * number, str(self.device))
+        batch, target = self.job.source.batch(size * number, str(self.device))
         return partial(pipeline.step, batch, target, self.loss)
 
     def reference(self) -> int:
@@ -250,7 +250,7 @@ def probe(bench: Bench) -> Probed:
             print(f"timing layers: {what}, {perf_counter() - start_s:.0f} s", file=sys.stderr, flush=True)
 
     tell("warming up")
-    inputs = {size: split(job.subject.batch(size, str(bench.device))[0], 1)[0] for size in job.sizes}
+    inputs = {size: split(job.source.batch(size, str(bench.device))[0], 1)[0] for size in job.sizes}
     boundaries = {size: boundary_bytes(layers, microbatch) for size, microbatch in inputs.items()}
     probes = list[_Probe]()
     cost = [0.0] * len(layers)

@@ -284,8 +284,10 @@ class Space:
 
     Args:
         schedules: names of `pipeline.plan.named.NAMED`
+        possible: those that may be chosen where nobody names any; a refusal offers them
         microbatches: M; None for every one that divides the mini-batch
         pp, tp: sizes of these dimensions; None for every one that divides the accelerators
+        least_examples: of a micro-batch
         remats: what stages may recompute
         sharded: whether parameters may be sharded (fsdp)
         sharded_stages: whether those of a pipeline's stages may be, too
@@ -296,7 +298,9 @@ class Space:
     """
 
     schedules: tuple[str, ...] = tuple(name for name in NAMED if name != "naive")
+    possible: tuple[str, ...] = schedules
     microbatches: tuple[int, ...] | None = None
+    least_examples: int = 1
     pp: tuple[int, ...] | None = None
     tp: tuple[int, ...] | None = (1,)
     remats: tuple[str, ...] = REMATS
@@ -351,6 +355,8 @@ def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
                 continue
             for count in divisors(share):
                 if space.microbatches is not None and count not in space.microbatches:
+                    continue
+                if share // count < space.least_examples:
                     continue
                 if 3 * grid.pp * per_worker * count <= MOST_ACTIONS:
                     yield Way(grid, name, per_worker, count, share // count)
@@ -415,6 +421,11 @@ def check(request: Request, space: Space, num_layers: int) -> None:
                 f"{request.batch_size} (a replica's share is {' or '.join(map(str, shares))}): use one of "
                 f"{', '.join(map(str, counts))}"
             )
+    if space.least_examples > 1 and next(ways(request, replace(space, least_examples=1), num_layers), None):
+        raise ValueError(
+            f"the model takes micro-batches of {space.least_examples} examples or more: give fewer "
+            "micro-batches, or a larger mini-batch"
+        )
     raise ValueError(
         f"no schedule of {', '.join(space.schedules)} has {num_layers} layers' stages on these accelerators: "
         "name others, such as 1f1b"

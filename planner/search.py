@@ -17,11 +17,10 @@ from functools import cache, lru_cache, partial
 from math import inf
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.memory.peaks import Optimizer, StageMemory
+from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.workers import SharedWeight
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.planner.candidate import REMATS, Candidate, Grid, Way
 from gpipe_bench.planner.costs import Costs
@@ -43,9 +42,8 @@ CUTS_ANEW = 4
 
 @dataclass(frozen=True)
 class Found:
-    """A way with its cut, the bytes of each worker, and the seconds of a step where they are known."""
+    """A candidate, the bytes of each worker, and the seconds of a step where they are known."""
 
-    way: Way
     candidate: Candidate
     memory: tuple[StageMemory, ...]
     step_s: float = inf
@@ -67,15 +65,14 @@ class Found:
 
     def where(self) -> str:
         """The stage that is fullest, and when."""
-        worst = max(range(len(self.memory)), key=lambda worker: self.memory[worker].peak)
+        way, worst = self.candidate, max(range(len(self.memory)), key=lambda worker: self.memory[worker].peak)
         home = "stage" if len(self.homes[worst]) == 1 else "worker"
         kinds = set(self.candidate.remat)
         again = kinds.pop() if len(kinds) == 1 else "some"
         again = {"always": "everything", "never": "nothing"}.get(again, again)
         return (
             f"on {home} {worst} (layers {self.layers_of(worst)}) at {self.memory[worst].when}, with "
-            f"{self.way.grid}, {self.way.schedule}, {self.way.num_microbatches} micro-batches and {again} "
-            "recomputed"
+            f"{way.grid}, {way.schedule}, {way.num_microbatches} micro-batches and {again} recomputed"
         )
 
 
@@ -173,7 +170,7 @@ class Search:
                     limit_s = sorted(each.step_s for each in best.values())[kept - 1]
         self.skipped = len(every) - self.tried
         leading = sorted(best.values(), key=lambda each: each.step_s)[:kept]
-        again = [self.best_of(each.way, LOOKS) or each for each in leading]
+        again = [self.best_of(each.candidate, LOOKS) or each for each in leading]
         return tuple(sorted(again, key=lambda found: found.step_s))
 
     def about_s(self, way: Way) -> float:
@@ -294,8 +291,6 @@ class Search:
         only: where it is too much, the way is cut anew, and every worker has as much less room as the last
         cut's messages take.
         """
-        if self._weights_bytes(way) > self.cap:
-            return None
         room = self.room(way)
         if room.least_bytes() > self.cap:
             return None
@@ -320,15 +315,6 @@ class Search:
             caps = [min(before, self.cap - each) for before, each in zip(caps, more, strict=True)]
         return None
 
-    def _weights_bytes(self, way: Way) -> float:
-        """Lower bound of the weights, gradients and optimizer state on the fullest worker between steps.
-        It needs no profile.
-        """
-        sizes = sum(map(sum, self.costs.parameter_bytes))
-        shared = sum(tie.num_bytes * (len(tie.layers) - 1) for tie in self.ties_over(1))
-        held = (2 + Optimizer.named(self.request.optimizer).state) * (sizes - shared)
-        return held / (way.grid.pp * way.grid.fsdp * way.grid.tp)
-
     def remats(self, way: Way) -> tuple[str, ...]:
         """Returns the recomputations that the way's stages may use, the fastest first. On one worker a whole
         stage's recomputation overlaps no waiting; where every pass gathers, R gathers once more.
@@ -343,14 +329,15 @@ class Search:
     def found(self, way: Way, cut: Cut, room: Room | None = None) -> Found:
         """A cut of a way as an answer."""
         memory = (room or self.room(way)).counted(cut.stages, cut.remat)
-        return Found(way, way.candidate(cut.stages, cut.remat), memory, cut.step_s)
+        return Found(way.candidate(cut.stages, cut.remat), memory, cut.step_s)
 
-    def step_s(self, way: Way, stages: Partition, remat: tuple[str, ...]) -> float:
-        """Seconds of a step with that cut."""
-        times = self.times(way)
-        takes = [times.stage(span.start, span.stop, each) for span, each in zip(stages, remat, strict=True)]
-        messages = [times.message(span.start) for span in stages[1:]]
-        return self._steps(way).makespan_s(takes, remat, messages)
+    def step_s(self, candidate: Candidate) -> float:
+        """Seconds of a step."""
+        times, cut, remat = self.times(candidate), candidate.cut, candidate.remat
+        takes = [times.stage(span.start, span.stop, each) for span, each in zip(cut, remat, strict=True)]
+        return self._steps(candidate).makespan_s(
+            takes, remat, [times.message(span.start) for span in cut[1:]]
+        )
 
     def schedule(self, way: Way) -> Schedule:
         """Returns the schedule of the way, without recomputation."""

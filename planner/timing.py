@@ -24,12 +24,6 @@ COPIED_BYTES = 2**25
 CPU = torch.device("cpu")
 
 
-def barrier() -> None:
-    """Waits for the other processes, where there are any."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
-
-
 def settle() -> None:
     """Before steps are timed: what lives by now, torch itself for the most part, is no longer looked through
     when garbage is collected between samples, which takes a quarter of a second each time.
@@ -52,7 +46,8 @@ def time_step(
     for layer in layers:
         layer.zero_grad(set_to_none=True)
     gc.collect()
-    barrier()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
     if step is None:
         return 0.0
     devices.synchronize(device)

@@ -36,7 +36,7 @@ from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.measured import measured, profiles_of
+from gpipe_bench.planner.measured import measured
 from gpipe_bench.planner.predict import Layout, predict
 from gpipe_bench.planner.probes import Bench, ProbeJob, Trained, probe, sharded_over
 from gpipe_bench.planner.request import Request, Space
@@ -67,11 +67,11 @@ def work(planned: Planned, seed: int, device: str) -> Found:
     """Runs in each process: times the layers, plans, and only then runs what the plan has ranked."""
     torch.manual_seed(seed)
     sizes = tuple(sorted(planned.batch_size // number for number in planned.numbers))
-    bench = Bench(ProbeJob(planned.subject, sizes, planned.rounds, planned.optimizer, seed, device))
+    bench = Bench(ProbeJob(planned.source, sizes, planned.rounds, planned.optimizer, seed, device))
     start_s = perf_counter()
     everyone = bench.everyone(probe(bench))
     probes_s = perf_counter() - start_s
-    costs = measured(everyone, "", profiles_of(planned.subject))
+    costs = measured(everyone, "", planned.profiles)
     start_s = perf_counter()
     asked = request_of(costs, planned)
     ranking = bench.everyone(ranked(costs, asked, planned.numbers) if bench.rank == 0 else None)[0]
@@ -108,14 +108,14 @@ class _Run:
         candidate = prediction.candidate
         schedule = candidate.rows()
         # torch divides parameters in place, and for good.
-        layers = bench.fresh_layers() if candidate.fsdp > 1 else bench.layers
+        layers = bench.fresh_layers() if candidate.grid.fsdp > 1 else bench.layers
         self.pipeline, self._step = bench.pipeline(
-            schedule, candidate.microbatch_size(prediction.batch_size), candidate.cut,
+            schedule, candidate.microbatch_size, candidate.cut,
             over=processes_of(candidate, bench.device.type), layers=layers,
         )  # fmt: skip
         self.bench = bench
         self.trained = bench.trained if layers is bench.layers else Trained(layers, bench.job.optimizer)
-        worker = bench.rank % candidate.num_workers
+        worker = bench.rank % candidate.grid.pp
         self._mine = [layer for stage in schedule.stages_of(worker) for layer in candidate.cut[stage]]
         self.taken: list[tuple[int, float]] = []
 
@@ -139,11 +139,11 @@ def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, An
     """Arguments of `Pipeline` about processes: a pipeline over all of them, or a replica or a share in
     each; all must call.
     """
-    if candidate.fsdp > 1:
-        return sharded_over(candidate.fsdp, candidate.fsdp_level, device_type)
-    if candidate.dp == 1:
+    if candidate.grid.fsdp > 1:
+        return sharded_over(candidate.grid.fsdp, candidate.grid.fsdp_level, device_type)
+    if candidate.grid.dp == 1:
         return {"group": dist.group.WORLD}
-    sizes = (candidate.dp, candidate.num_workers)
+    sizes = (candidate.grid.dp, candidate.grid.pp)
     return {"mesh": init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "pp"))}
 
 
@@ -181,7 +181,9 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
             for each in Search(costs, request, space).run(kept=None, of_each=lambda way: way):
                 one = each.candidate
                 rows = one.rows()
-                found.setdefault((rows.actions, rows.placement, one.cut, one.dp, one.fsdp_level), one)
+                found.setdefault(
+                    (rows.actions, rows.placement, one.cut, one.grid.dp, one.grid.fsdp_level), one
+                )
     return list(found.values())
 
 
@@ -193,10 +195,14 @@ def to_run(ranking: Sequence[Prediction], chosen: int, others: int) -> list[int]
     found = {*range(rest.start), *(rest if len(rest) <= others else ())}
     if len(rest) > others:
         found |= {rest[round((step + 1) * (len(rest) - 1) / others)] for step in range(others)}
-    kinds = {ranking[place].candidate.fsdp_level for place in found if ranking[place].candidate.replicas > 1}
+    kinds = {
+        ranking[place].candidate.grid.fsdp_level
+        for place in found
+        if ranking[place].candidate.grid.replicas > 1
+    }
     for place, each in enumerate(ranking):
-        if each.candidate.replicas > 1 and each.candidate.fsdp_level not in kinds:
-            kinds.add(each.candidate.fsdp_level)
+        if each.candidate.grid.replicas > 1 and each.candidate.grid.fsdp_level not in kinds:
+            kinds.add(each.candidate.grid.fsdp_level)
             found.add(place)
     return sorted(found)
 
@@ -205,9 +211,9 @@ def title(candidate: Candidate) -> str:
     """`zb-v, M = 4, always`."""
     remat = sorted(set(candidate.remat))
     again = "" if remat == ["never"] else ", remat " + " / ".join(remat)
-    grid = "" if candidate.dp == 1 else f"dp = {candidate.dp}, "
-    if candidate.fsdp > 1:
-        grid += f"fsdp = {candidate.fsdp} (ZeRO-{candidate.fsdp_level}), "
+    grid = "" if candidate.grid.dp == 1 else f"dp = {candidate.grid.dp}, "
+    if candidate.grid.fsdp > 1:
+        grid += f"fsdp = {candidate.grid.fsdp} (ZeRO-{candidate.grid.fsdp_level}), "
     return f"{grid}{candidate.schedule}, M = {candidate.num_microbatches}{again}"
 
 

@@ -5,14 +5,16 @@ Importing this loads no torch, and the processes of a case get their part of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.harness.record import Scalar
 
 if TYPE_CHECKING:
-    from gpipe_bench.planner.model import Subject
+    from gpipe_bench.pipeline.memory.profile import ModelProfile
+    from gpipe_bench.planner.model import Source
 
 # Engines side by side
 
@@ -241,11 +243,22 @@ class Planned:
     others: int = 5
 
     @property
-    def subject(self) -> Subject:
+    def source(self) -> Source:
         """The model that the case's processes build."""
-        from gpipe_bench.planner.model import Subject
+        from gpipe_bench.planner.model import Source
 
-        return Subject(self.model, None if ":" in self.model else self.options)
+        return Source(self.model, None if ":" in self.model else self.options)
+
+    @property
+    def profiles(self) -> Callable[..., ModelProfile]:
+        """Profiles of its layers in bytes, as `Costs` asks for them."""
+        from gpipe_bench.planner.model import built, model_of
+
+        if ":" in self.model:
+            model = model_of(self.model, self.batch_size)
+        else:
+            model = built(self.title, self.model, self.options, self.batch_size)
+        return partial(model.profile_of, precision="float32")
 
 
 _OWN = "gpipe_bench.experiments.beyond.plan_steps"

@@ -20,7 +20,7 @@ from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.planner.candidate import REMATS, splits
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
-from gpipe_bench.planner.request import MEASURED, Request, Space, divisors
+from gpipe_bench.planner.request import MEASURED, Request, Space, check, divisors
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.answer import Plan
@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     possible = tuple(each for each in Space.schedules if not is_written or each in known.schedules)
     space = Space(
         schedules=tuple(arguments.schedule) or possible,
+        possible=possible,
         microbatches=tuple(arguments.num_microbatches) or None,
         pp=tuple(arguments.pp) or None,
         tp=tuple(arguments.tp) or (1,),
@@ -124,10 +125,13 @@ def _model(arguments: argparse.Namespace) -> Model:
     torch.set_num_threads(1)
     if "" not in sys.path:
         sys.path.insert(0, "")
-    return model_of(
+    found = model_of(
         arguments.model, arguments.batch_size, arguments.num_layers, num_filters=arguments.num_filters,
         seq_len=arguments.seq_len,
     )  # fmt: skip
+    if found.why_not_one is not None:
+        warn(f"{found.name} takes no micro-batches of one example, which are left out: {found.why_not_one}")
+    return found
 
 
 class _Progress:
@@ -173,7 +177,7 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
 
 def _best(plan: Plan) -> str:
     request, best = plan.request, plan.best
-    used = best.candidate.accelerators
+    used = best.candidate.grid.accelerators
     device = "accelerators of this machine" if request.device_type == MEASURED else request.device_type
     hosts = f"{request.hosts} hosts of {request.per_host} x {device}"
     if request.hosts > 1:
@@ -235,7 +239,7 @@ def seconds(value: float) -> str:
 
 def title_of(candidate: Candidate) -> str:
     """A candidate in a few words."""
-    if candidate.num_workers == 1:
+    if candidate.grid.pp == 1:
         return str(candidate.grid)
     twice = f" x {candidate.stages_per_worker}" if candidate.stages_per_worker > 1 else ""
     return f"{candidate.grid}, {candidate.schedule}{twice}"
@@ -258,8 +262,8 @@ def _slower(each: Prediction, best: Prediction) -> str:
 def _cut(best: Prediction) -> str:
     candidate = best.candidate
     workers, lines = candidate.rows(1, recomputes=False), []
-    shown = sorted({*range(MOST_LINES - 1), best.fullest, candidate.num_workers - 1})
-    for worker in (each for each in shown if each < candidate.num_workers):
+    shown = sorted({*range(MOST_LINES - 1), best.fullest, candidate.grid.pp - 1})
+    for worker in (each for each in shown if each < candidate.grid.pp):
         mine = workers.stages_of(worker)
         spans = [candidate.cut[stage] for stage in mine]
         lines.append(
@@ -324,12 +328,14 @@ def placed(model: Model, request: Request, schedule: str, remat: str, number: in
 
     Raises ValueError, naming what would do, where it does not fit.
     """
-    from gpipe_bench.planner.answer import nothing_fits, smallest
+    from gpipe_bench.planner.answer import nothing_fits, on_engine, smallest
 
     given = None if number is None else (number,)
     space = Space(
         schedules=(schedule,), pp=(request.accelerators,), sharded=False, microbatches=given, remats=(remat,)
     )
+
+    check(request, on_engine(model, request, space), len(model.layers))
 
     def least(within: Space) -> Found:
         found = smallest(model, request, within)
@@ -352,10 +358,10 @@ def text_of_bytes(model: Model, request: Request, found: Found) -> str:
     remat = found.candidate.remat[0]  # as all stages recompute
     what = again.get(remat, f"re-materialization {remat}")
     title = (
-        f"{model.name}: {model.num_parameters:,} parameters under {found.way.schedule} on "
+        f"{model.name}: {model.num_parameters:,} parameters under {found.candidate.schedule} on "
         f"{request.accelerators} x {request.memory_bytes / GIB:g} GiB (modelled)\n{request.precision}, "
-        f"{request.optimizer}, mini-batch {request.batch_size} in {found.way.num_microbatches} micro-batches"
-        f", {what}"
+        f"{request.optimizer}, mini-batch {request.batch_size} in {found.candidate.num_microbatches} "
+        f"micro-batches, {what}"
         + EAGER_BYTES * request.compiled
         + (f", {model.attention} attention" if model.attention != "cpu" else "")
         + (f", {request.held_back_bytes / GIB:g} GiB held back" if request.held_back_bytes else "")
@@ -385,8 +391,8 @@ def facts(model: Model, request: Request, found: Found) -> dict[str, Any]:
         "memory_bytes": request.memory_bytes,
         "reserve_bytes": request.held_back_bytes,
         "batch_size": request.batch_size,
-        "num_microbatches": found.way.num_microbatches,
-        "schedule": found.way.schedule,
+        "num_microbatches": found.candidate.num_microbatches,
+        "schedule": found.candidate.schedule,
         "remat": found.candidate.remat[0],
         "optimizer": request.optimizer,
         "precision": request.precision,

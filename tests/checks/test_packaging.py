@@ -77,6 +77,7 @@ def test_all_that_is_installed_lies_in_one_package(site: Path) -> None:
         *(f"results/{path.name}" for path in (ROOT / "results").glob("*.toml")),
         "results/guard/counters.json",
         "harness/report/templates/report.html.j2",
+        "planner/templates/script.j2",
     ):
         assert (site / "gpipe_bench" / path).read_bytes() == (ROOT / path).read_bytes()
     modules = {

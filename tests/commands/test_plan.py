@@ -22,7 +22,8 @@ from gpipe_bench.models import MODELS, SHAPES, example_batch, loss_fn
 from gpipe_bench.pipeline import LINKS, Boundary, Profiler, Transport, gpipe, pipeline_memory
 from gpipe_bench.planner import Candidate, Request
 from gpipe_bench.planner import model as size_models
-from gpipe_bench.planner.formats import script
+from gpipe_bench.planner.candidate import Grid
+from gpipe_bench.planner.formats import written
 from gpipe_bench.planner.model import built
 
 OWN = (
@@ -123,10 +124,10 @@ def test_the_script_of_a_plan_without_a_pipeline_runs(tmp_path: Path, dimension:
     model = built("small", "llama", SMALL, 4)
     request = replace(TWO, optimizer="sgd")
     candidate = Candidate(
-        cut=(range(4),), schedule="1f1b", num_microbatches=2, remat=("never",), num_workers=1,
-        **{dimension: 2},
+        grid=Grid(1, **{dimension: 2}), schedule="1f1b", stages_per_worker=1, num_microbatches=2,
+        microbatch_size=2 if dimension == "tp" else 1, cut=(range(4),), remat=("never",),
     )  # fmt: skip
-    losses = run_script(script(model, candidate, request), tmp_path)
+    losses = run_script(written("script", model, candidate, request).text, tmp_path)
     torch.manual_seed(0)
     layers = MODELS["llama"](**SMALL)
     optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -87,8 +88,8 @@ def test_an_answer_fits_and_each_remedy_of_a_refusal_is_one(case: tuple[str, Req
     for each in found.predictions:
         assert [layer for stage in each.candidate.cut for layer in stage] == list(range(len(model.layers)))
         assert each.peak <= request.memory_bytes
-        assert each.candidate.accelerators <= request.accelerators
-        assert each.candidate.microbatch_size(request.batch_size) >= 1
+        assert each.candidate.grid.accelerators <= request.accelerators
+        assert each.candidate.microbatch_size >= 1
     more = asked(replace(request, memory_bytes=2 * request.memory_bytes), space)
     assert more.best.step_s <= found.best.step_s * (1 + 1e-9)
 
@@ -122,6 +123,33 @@ def test_bytes_alone_and_a_plan_agree(capsys: pytest.CaptureFixture[str]) -> Non
     assert float(peaks[1]) <= float(peaks[0])  # which recomputes everything if nobody says
 
 
+def test_microbatches_that_a_model_cannot_take_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "plan planning_models:normed --accelerators 2 --memory-gib 2 --batch-size 8 --device-type a10"
+    for more in ("--pp 2", "--bytes"):
+        assert main(f"{asked} {more} --json".split()) == 0
+        out, err = capsys.readouterr()
+        found = json.loads(out)
+        ways = found.get("plans", [found])
+        assert all(each["num_microbatches"] < 8 for each in ways)
+        assert "warning: planning_models:normed takes no micro-batches of one example" in err
+        assert main(f"{asked} {more} --num-microbatches 8".split()) == 2
+        assert "give fewer micro-batches" in capsys.readouterr().err
+
+
+def test_a_schedule_that_nobody_gave_is_no_remedy() -> None:
+    """What a format has no word for is not tried, and does not come back if an option is left out."""
+    model, request = planned("plain", 8), replace(REQUEST, accelerators=2, batch_size=8)
+    gpipe = Space(schedules=("gpipe",), pp=(2,), microbatches=(8,), remats=("never",), sharded=False)
+    least = smallest(model, request, replace(gpipe, schedules=("1f1b",)))
+    assert least is not None
+    request = replace(request, memory_bytes=least.peak)
+    with pytest.raises(ValueError, match="does not fit.*no --schedule"):
+        plan(model, request, space=gpipe, costs=costs_of(model))
+    with pytest.raises(ValueError, match="does not fit") as refused:
+        plan(model, request, space=replace(gpipe, possible=("gpipe",)), costs=costs_of(model))
+    assert "--schedule" not in str(refused.value)
+
+
 def test_a_named_accelerator_keeps_some_back_and_this_machine_nothing() -> None:
     request = Request(accelerators=1, memory_bytes=2**34, batch_size=1, link=LINKS["free"])
     assert request.device_type == MEASURED
@@ -138,7 +166,7 @@ def test_fewer_accelerators_where_sums_are_dear() -> None:
     alone = plan(model, one, space=few, costs=costs_of(model)).best.step_s
     found = plan(model, replace(one, accelerators=4), space=few, costs=costs_of(model))
     assert found.best.step_s <= alone * (1 + 1e-9)
-    assert found.best.candidate.accelerators == 1
+    assert found.best.candidate.grid.accelerators == 1
     assert found.command() == "torchrun --nproc-per-node 1 train.py"
     used = plan(model, replace(one, accelerators=4), space=replace(few, fewer=False), costs=costs_of(model))
     assert used.best.step_s > alone

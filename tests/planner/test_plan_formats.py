@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.pipeline import LINKS, launch
 from gpipe_bench.planner import Candidate, Model, Request, model_of
+from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.formats import FORMATS, Written, written
 from gpipe_bench.planner.model import built
 
@@ -28,14 +29,21 @@ SMALL = {"num_layers": 7, "d_model": 16, "ffn_dim": 32, "num_heads": 4, "vocab_s
 REQUEST = Request(accelerators=2, memory_bytes=2**30, batch_size=16, link=LINKS["loopback"], optimizer="sgd")
 
 
-def planned(schedule: str = "1f1b", cut: str = "3 3", **more: Any) -> Candidate:
+def planned(
+    schedule: str = "1f1b", cut: str = "3 3", num_microbatches: int = 4, num_workers: int = 2,
+    stages_per_worker: int = 1, remat: tuple[str, ...] = (), **dimensions: int,
+) -> Candidate:  # fmt: skip
     """Of so many layers in each stage."""
     ends = [0]
     for count in map(int, cut.split()):
         ends.append(ends[-1] + count)
     stages = tuple(map(range, ends[:-1], ends[1:]))
-    options = {"num_microbatches": 4, "num_workers": 2, "remat": ("never",) * len(stages), **more}
-    return Candidate(cut=stages, schedule=schedule, **options)
+    grid = Grid(num_workers, **dimensions)
+    return Candidate(
+        grid=grid, schedule=schedule, stages_per_worker=stages_per_worker, num_microbatches=num_microbatches,
+        microbatch_size=16 // num_microbatches // grid.replicas, cut=stages,
+        remat=remat or ("never",) * len(stages),
+    )  # fmt: skip
 
 
 def llama() -> Model:
@@ -43,7 +51,7 @@ def llama() -> Model:
 
 
 def of(form: str, model: Model, candidate: Candidate, **more: Any) -> Written:
-    request = replace(REQUEST, optimizer="adam", accelerators=candidate.accelerators, **more)
+    request = replace(REQUEST, optimizer="adam", accelerators=candidate.grid.accelerators, **more)
     return written(form, model, candidate, request, "mine.py")
 
 
@@ -78,7 +86,9 @@ def trained(request: pytest.FixtureRequest) -> dict[str, list[list[dict[str, tor
         kind = name.partition(" ")[0]
         model = model_of(f"planning_models:{kind if kind in ('divided', 'tied') else 'plain'}", 16)
         # Our engine shards no weight that layers share; replicas train to the same.
-        whole = replace(candidate, dp=candidate.fsdp, fsdp=1, fsdp_level=0) if model.ties else candidate
+        whole = (
+            replace(candidate, grid=Grid(candidate.grid.pp, candidate.grid.fsdp)) if model.ties else candidate
+        )
         for form, way in (("torch", candidate), ("script", whole)):
             made = written(form, model, way, REQUEST)
             scripts.append((made.text, made.rows))

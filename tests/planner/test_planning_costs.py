@@ -29,7 +29,7 @@ from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.collectives import all_reduce_s
 from gpipe_bench.planner.costs import kinds_of
 from gpipe_bench.planner.measured import measured, sizes_worth
-from gpipe_bench.planner.model import Subject
+from gpipe_bench.planner.model import Source
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, ProbeRun, Step, Taken, probe, run_of
 from gpipe_bench.planner.steps import times_on
@@ -145,14 +145,9 @@ def test_parts_take_what_they_took() -> None:
     assert costs.link is not None
     request = Request(accelerators=2, memory_bytes=2**40, batch_size=8, link=costs.link)
     way = Candidate(
-        cut=(range(4),),
-        schedule="1f1b",
-        num_microbatches=2,
-        remat=("never",),
-        num_workers=1,
-        fsdp=2,
-        fsdp_level=2,
-    )
+        grid=Grid(1, 1, 2, 2), schedule="1f1b", stages_per_worker=1, num_microbatches=2, microbatch_size=2,
+        cut=(range(4),), remat=("never",),
+    )  # fmt: skip
     beside = replace(costs, jitter=(), gap_s=0.0)
     step_s = predict(way, beside, request).step_s
     assert step_s == pytest.approx(0.75 + 2 * 11 + 22 + 26 + (7.75 - 0.75) + (0.0 + 0.5 + 1.0 + 1.5))
@@ -230,7 +225,7 @@ def test_sizes_of_one_micro_batch_alone_are_not_timed() -> None:
 
 def probed_here(*sizes: int, **more: Any) -> Probed:
     """Of six layers in this process."""
-    job = ProbeJob(Subject("planning_models:plain"), sizes, **more)
+    job = ProbeJob(Source("planning_models:plain"), sizes, **more)
     try:
         return probe(Bench(job))
     finally:

@@ -39,13 +39,13 @@ def test_what_is_found_fits_and_is_close_to_the_best_of_all(cap: int, names: tup
             cut = tuple(range(a, b) for a, b in pairwise((0, *inner, 6)))
             for remat in product(("never", "always"), repeat=len(cut)):
                 if max(each.peak for each in room.counted(cut, remat)) <= cap:
-                    best_s = min(best_s, search.step_s(way, cut, remat))
+                    best_s = min(best_s, search.step_s(way.candidate(cut, remat)))
     assert bool(found) == (best_s < float("inf")), homes
     if found:
         assert found[0].step_s <= 1.1 * best_s
         assert [each.step_s for each in found] == sorted(each.step_s for each in found)
         assert all(each.peak <= cap for each in found)
-        assert all(each.candidate.accelerators in (1, 2, 4) for each in found)
+        assert all(each.candidate.grid.accelerators in (1, 2, 4) for each in found)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "gpipe"])
@@ -154,9 +154,9 @@ def test_what_sends_most_is_nearest() -> None:
     assert grid.describe() == "pp 0-1 2-3 near, pp 1-2 far, dp near"
     request = replace(request, cards=1)
     assert Topology(request, Grid(1, 8)).ring("dp") == FAR
-    inside = Topology(replace(request, cards=4), Grid(1, 2, 4))
+    inside = Topology(replace(request, cards=4), Grid(1, 2, 4, 2))
     assert (inside.ring("dp"), inside.ring("fsdp")) == (FAR, NEAR)
-    assert Topology(request, Grid(1, 1, 4)).ring("fsdp") == NEAR  # of the first host alone
+    assert Topology(request, Grid(1, 1, 4, 2)).ring("fsdp") == NEAR  # of the first host alone
     one = Topology(replace(request, hosts=1), Grid(2, 4))
     assert one.boundaries((0, 1, 1, 0)) == (NEAR, NEAR, NEAR)
 
@@ -184,9 +184,9 @@ def test_where_layers_are_timed_messages_and_sums_take_what_was_measured() -> No
     both, other = Space(sharded=False), LINKS["nvlink4"]
     here = plan(model, asked, space=both, costs=costs)
     assert here.request.link == link
-    assert here.best.candidate.dp == 1  # sums are dear
+    assert here.best.candidate.grid.dp == 1  # sums are dear
     without = plan(model, asked, space=both, costs=replace(costs, sum_link=None))
-    assert without.best.candidate.dp == 2
+    assert without.best.candidate.grid.dp == 2
     named_one = plan(model, replace(asked, link=other), space=both, costs=costs)
     assert named_one.request.link == other
-    assert named_one.best.candidate.dp == 2
+    assert named_one.best.candidate.grid.dp == 2

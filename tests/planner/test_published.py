@@ -201,4 +201,4 @@ def test_what_ran_fits_by_what_a_user_can_say(
     space = Space(pp=(1,), schedules=("1f1b",), microbatches=(1,), fewer=False)
     found = plan(model_of(name, batch_size), request, space=space, shown=1)
     assert found.best.peak <= request.usable_bytes
-    assert found.best.candidate.fsdp > 1
+    assert found.best.candidate.grid.fsdp > 1

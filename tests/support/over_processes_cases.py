@@ -19,8 +19,8 @@ from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner import Candidate
+from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.costs import Costs, SizeCosts
-from gpipe_bench.planner.measured import profiles_of
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import Request
 
@@ -91,14 +91,14 @@ def _candidate(layers: int, name: str, per_worker: int, remat: str, number: int)
     """A candidate whose layers are cut evenly."""
     stages = per_worker * NUM_WORKERS
     return Candidate(
-        cut=partition([1.0] * layers, stages), schedule=name, num_microbatches=number,
-        remat=(remat,) * stages, num_workers=NUM_WORKERS, stages_per_worker=per_worker,
+        grid=Grid(NUM_WORKERS), schedule=name, stages_per_worker=per_worker, num_microbatches=number,
+        microbatch_size=BATCH_SIZE // number, cut=partition([1.0] * layers, stages), remat=(remat,) * stages,
     )  # fmt: skip
 
 
 def ways_of(planned: Planned, number: int) -> list[Candidate]:
     """All ways that the model has layers for, and the schedules so few micro-batches."""
-    layers = len(planned.subject.build()[0])
+    layers = len(planned.source.build()[0])
     found = []
     for name, per_worker, remat in WAYS:
         try:
@@ -112,13 +112,13 @@ def ways_of(planned: Planned, number: int) -> list[Candidate]:
 
 def peaks_of(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[int, ...]]:
     """Peak bytes of every worker as `predict` gives them for each candidate; its seconds are not used."""
-    layers = planned.subject.build()[0]
+    layers = planned.source.build()[0]
     second = SizeCosts(layers_s=dict.fromkeys(KINDS, (1.0,) * len(layers)))
     trained = [[p.nbytes for p in layer.parameters() if p.requires_grad] for layer in layers]
     costs = Costs(
-        sizes=dict.fromkeys((each.microbatch_size(planned.batch_size) for each in candidates), second),
+        sizes=dict.fromkeys((each.microbatch_size for each in candidates), second),
         parameter_bytes=trained,
-        profiles=profiles_of(planned.subject),
+        profiles=planned.profiles,
     )
     request = Request(
         accelerators=NUM_WORKERS, memory_bytes=2**60, batch_size=planned.batch_size, link=FREE,
@@ -140,13 +140,13 @@ def count(planned: Planned, candidates: Sequence[Candidate], *, share_memory: bo
     from gpipe_bench.pipeline.stage.trees import tensors_of
 
     torch.manual_seed(1811)
-    layers, loss = planned.subject.build()
+    layers, loss = planned.source.build()
     found = []
     for each in candidates:
-        batch, target = planned.subject.batch(planned.batch_size // each.replicas)
+        batch, target = planned.source.batch(planned.batch_size // each.grid.replicas)
         clear(layers)
         schedule, memory, rank = each.rows(), LiveMemory(), dist.get_rank()
-        worker = rank % each.num_workers
+        worker = rank % each.grid.pp
         mine = [layers[layer] for stage in schedule.stages_of(worker) for layer in each.cut[stage]]
         with memory, memory.owned_by(rank):
             memory.watch(t for layer in mine for t in (*layer.parameters(), *layer.buffers()))
@@ -183,8 +183,8 @@ def _replicated(num_layers: int, number: int) -> list[Candidate]:
     """Two replicas of the whole model, whose micro-batches are as large as those of so many for one."""
     return [
         Candidate(
-            cut=(range(num_layers),), schedule=name, num_microbatches=number // NUM_WORKERS, remat=(remat,),
-            num_workers=1, dp=NUM_WORKERS,
+            grid=Grid(1, NUM_WORKERS), schedule=name, stages_per_worker=1, cut=(range(num_layers),),
+            num_microbatches=number // NUM_WORKERS, microbatch_size=BATCH_SIZE // number, remat=(remat,),
         )
         for name, remat in REPLICATED
     ]  # fmt: skip

@@ -63,6 +63,13 @@ def plain() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
     return layers, torch.empty(16, WIDTH), torch.empty(16, WIDTH), nn.functional.mse_loss
 
 
+def normed() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
+    """With batch norm over rows, which needs two examples of a micro-batch or more."""
+    layers, *rest = plain()
+    layers.insert(3, nn.BatchNorm1d(WIDTH))
+    return layers, *rest
+
+
 class Asking(nn.Linear):
     """A layer that wants to know where its input is."""
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from gpipe_bench.experiments.paper.profiles import EXAMPLES, Label, Reading, Relabel, profiled_model
+from gpipe_bench.experiments.paper.profiles import EXAMPLES, Reading, profiled_model, resized
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile
 from gpipe_bench.pipeline.plan.links import Link
@@ -316,8 +316,8 @@ def _cut(full: FullSize, cost: str, rule: str, num_stages: int) -> Partition | N
 def _profiles(full: FullSize, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
     reading = Reading(number_format="float32" if activation_format == "float32" else "bfloat16")
     found = profiled_model(reading, full.model, EXAMPLES, **full.options)
-    at = cache(Relabel((Label(EXAMPLES, EXAMPLES, examples),)).profile)  # many layers share one profile
-    return tuple(map(at, (*found.layers, found.loss)))
+    at = resized(found, examples)
+    return (*at.layers, at.loss)
 
 
 SIZES = {

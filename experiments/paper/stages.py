@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.paper.profiles import (
+    DEPTH,
     Reading,
     amoebanet,
     meta_model,
-    stacked,
+    of_depth,
     transformer,
 )
 from gpipe_bench.harness.unknowns import Value
@@ -174,27 +175,20 @@ def costs_of(half: str, num_layers: int, num_filters: int, settings: Combination
 @cache
 def _operations(half: str, num_layers: int, num_filters: int, auxiliary_head: bool) -> tuple[float, ...]:
     """Multiplications and additions of each layer's forward pass."""
-    kinds = _operations_by_kind(half, num_filters)
     if half == "transformer":
-        embedding, layer, softmax = kinds
+        embedding, layer, softmax = map(float, _counted_operations(half, 0))
         return (embedding, *[layer] * num_layers, softmax)
-    entry, middle, head, end, classifier = kinds[:3], kinds[3:10], kinds[10:11], kinds[11:15], kinds[15:]
-    return stacked(
-        entry, middle, head if auxiliary_head else (), (*end, end[-1]), classifier, num_layers=num_layers
-    )
+    samples = zip(*(_counted_operations(half, width) for width in OPERATIONS_SAMPLED_AT), strict=True)
+    layers = [float(quadratic(OPERATIONS_SAMPLED_AT, values, num_filters)) for values in samples]
+    if not auxiliary_head:
+        del layers[HEAD]
+    return of_depth(layers, num_layers)
 
 
 OPERATIONS_SAMPLED_AT = (144, 544, 1040)
 """Widths; operations are quadratic in the width."""
-
-
-@cache
-def _operations_by_kind(half: str, num_filters: int) -> tuple[float, ...]:
-    """Operations of one layer of each kind, in the order in which a model has them."""
-    if half == "transformer":
-        return tuple(map(float, _counted_operations(half, 0)))
-    samples = zip(*(_counted_operations(half, width) for width in OPERATIONS_SAMPLED_AT), strict=True)
-    return tuple(float(quadratic(OPERATIONS_SAMPLED_AT, values, num_filters)) for values in samples)
+HEAD = 12
+"""Place of the auxiliary head in the sampled models."""
 
 
 def quadratic(places: Sequence[int], values: Sequence[int], at: int) -> Fraction:
@@ -209,7 +203,7 @@ def quadratic(places: Sequence[int], values: Sequence[int], at: int) -> Fraction
 
 @cache
 def _counted_operations(half: str, num_filters: int) -> tuple[int, ...]:
-    size = {"num_layers": 9, "num_filters": num_filters} if num_filters else {"num_layers": 1}
+    size = {"num_layers": DEPTH, "num_filters": num_filters} if num_filters else {"num_layers": 1}
     layers = meta_model(half, **size)
     value: Any = example_batch(HALVES[half].model, 2, device="meta", **HALVES[half].options)[0]
     found = []

@@ -43,7 +43,7 @@ def timed(
 def steps(turns: int = 2, real_s: tuple[float, ...] = (), why: str = "", **more: Any) -> Steps:
     """Of one process, which took so many turns."""
     action = timed(**more)
-    return Steps(action.partition, [action] * turns, [0.5] * turns, list(real_s), {"F": 8}, why)
+    return Steps(action.partition, [action] * turns, list(real_s), {"F": 8}, why)
 
 
 def found(*each: Steps) -> Found:

@@ -39,7 +39,6 @@ class Steps:
 
     partition: Partition = ()
     turns: list[TimedActions] = field(default_factory=list)  # two per round, there and back
-    in_process_s: list[float] = field(default_factory=list)  # whole steps with all stages in this process
     real_s: list[float] = field(default_factory=list)  # with one stage here, the optimizer's step included
     counts: dict[str, int] = field(default_factory=dict)  # actions of a step by kind
     why: str = ""

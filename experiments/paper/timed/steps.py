@@ -55,7 +55,7 @@ def measure(job: Job) -> list[Found]:
     """
     found: list[Found] = run_processes(work, num_devices(job.device), job, device=job.device)
     steps = found[0].steps  # processes give up together
-    if all(each.out_of_memory and not (each.turns or each.in_process_s or each.real_s) for each in steps):
+    if all(each.out_of_memory and not (each.turns or each.real_s) for each in steps):
         raise MemoryError(steps[0].out_of_memory)
     return found
 
@@ -241,7 +241,7 @@ class TimedConfiguration:
                 continue
             del self._engines[where]
             if where == ALONE:
-                found.turns, found.in_process_s, found.counts = [], [], {}
+                found.turns, found.counts = [], {}
             else:
                 found.real_s = []
             found.out_of_memory = "; ".join(filter(None, [found.out_of_memory, f"{where}: {ran_out}"]))
@@ -249,10 +249,8 @@ class TimedConfiguration:
 
     def _take_alone(self, keep: bool) -> None:
         found = self.found
-        step_s, timeline = self._step(ALONE)
+        _, timeline = self._step(ALONE)
         update_s = tuple(self._training.update_s(span) for span in found.partition)
-        if keep:
-            found.in_process_s.append(step_s)
         if timeline is not None:
             found.counts = check_ran(timeline, self._program)
             if keep:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import claims, views
+from gpipe_bench.experiments.paper.timed import evidence
 from gpipe_bench.experiments.paper.timed.workloads import (
     PROFILES,
     VERSION1,
@@ -47,8 +47,8 @@ REAL_MICROBATCHES = (1, 2, 4)
 REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
 ROW = "normalized throughput"
 BARS = {
-    views.PAPER: "#0173b2", "torchgpipe": "#949494", views.COMPUTED: "#d9d9d9", views.OURS: "#029e73",
-    views.RAN: "#de8f05",
+    evidence.PAPER: "#0173b2", "torchgpipe": "#949494", evidence.COMPUTED: "#d9d9d9",
+    evidence.OURS: "#029e73", evidence.RAN: "#de8f05",
 }  # fmt: skip
 """Colours by source of a number; the same in every panel."""
 
@@ -98,7 +98,7 @@ def configurations(name: str, batch_size: int, stages: Sequence[int], real: int)
 def cells(records: Sequence[Record]) -> list[Result]:
     """Ours beside each bar, and the sentence that no bar answers: a quarter more time for recomputation."""
     found: list[Result] = []
-    for record in claims.by_model(claims.of_steps(records), VERSION1).values():
+    for record in evidence.by_model(evidence.of_steps(records), VERSION1).values():
         of = {
             name: record.metric("normalised throughput", **facts["key"])
             for name, facts in record.details["cells"].items()
@@ -110,32 +110,34 @@ def cells(records: Sequence[Record]) -> list[Result]:
             if (metric := of[name]) is not None:
                 note = f"Run here: {scale}, M = {NUM_MICROBATCHES}; the paper's batch and M are not stated."
                 place = _place(record, name)
-                found.append(claims.beside(records, record, place, metric, note, "as the step grows"))
+                found.append(evidence.beside(records, record, place, metric, note, "as the step grows"))
         if base == "naive-1":
             row, column = "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101"
             pair = of[base], of.get("pipeline-1")
-            extra = claims.derived("extra time", lambda naive, one: 100 * (naive / one - 1), *pair, unit="%")
+            extra = evidence.derived(
+                "extra time", lambda naive, one: 100 * (naive / one - 1), *pair, unit="%"
+            )
             note = "Seconds of a step with re-materialization over those without, less one"
-            found += claims.sentence(records, record, row, column, extra, note)
+            found += evidence.sentence(records, record, row, column, extra, note)
     return found + reproduced.answers(records)
 
 
-def _place(record: Record, name: str) -> views.Place:
+def _place(record: Record, name: str) -> evidence.Place:
     return f"figure3-{record.case['model']}", ROW, name
 
 
 def tables(records: Sequence[Record]) -> str:
     """Tables of the throughput, and of how far the replay errs."""
-    numbers = views.long(records, _place)
+    numbers = evidence.long(records, _place)
     note = (
         f"  naive-k: one micro-batch, nothing recomputed; pipeline-k: M = {NUM_MICROBATCHES} if not said "
         f"otherwise, all recomputed; actions timed with M = {TIMED_MICROBATCHES}"
     )
     shown = [
-        views.throughput(of, f"{title}: throughput, {of.cell.iloc[0]} is 1", note)
+        evidence.throughput(of, f"{title}: throughput, {of.cell.iloc[0]} is 1", note)
         for title, of in _steps(numbers).groupby("title", sort=False)
     ]
-    return "\n\n".join(filter(None, [*shown, views.replay_errors(numbers)]))
+    return "\n\n".join(filter(None, [*shown, evidence.replay_errors(numbers)]))
 
 
 def _steps(numbers: DataFrame) -> DataFrame:
@@ -151,14 +153,14 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         alt="Ours beside the paper's and torchgpipe's speed-ups for each number of partitions.",
         draw=partial(_bars, records),
     )
-    return [bars] if claims.by_model(claims.of_steps(records), VERSION1) else []
+    return [bars] if evidence.by_model(evidence.of_steps(records), VERSION1) else []
 
 
 def _bars(records: Sequence[Record]) -> Figure:
     import seaborn
     from matplotlib.figure import Figure
 
-    numbers = _steps(views.long(records, _place))
+    numbers = _steps(evidence.long(records, _place))
     shown = numbers[numbers.metric.isin(BARS) & (numbers.M != TIMED_MICROBATCHES) & numbers.value.notna()]
     models = shown.groupby("title", sort=False)
     figure = Figure(figsize=(4.8 * len(models), 3.6), layout="constrained")
@@ -166,7 +168,7 @@ def _bars(records: Sequence[Record]) -> Figure:
         there = [whose for whose in BARS if whose in {*of.metric}]
         seaborn.barplot(of, x="cell", y="value", hue="metric", hue_order=there, palette=BARS, ax=axes)
         axes.set(xlabel="", ylabel=f"throughput, {of.cell.iloc[0]} is 1")
-        axes.set_title(views.scaled(of.title.iloc[0], of.scale.iloc[0]), fontsize=9)
+        axes.set_title(evidence.scaled(of.title.iloc[0], of.scale.iloc[0]), fontsize=9)
         axes.legend(title="", fontsize=7.5, loc="upper left")
     return figure
 

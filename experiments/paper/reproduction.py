@@ -23,7 +23,7 @@ from gpipe_bench.experiments.paper.stages import (
     num_parameters,
     stages_of,
 )
-from gpipe_bench.experiments.paper.timed.claims import SPEED_UPS, Worst, worst
+from gpipe_bench.experiments.paper.timed.evidence import SPEED_UPS, Worst, worst
 from gpipe_bench.experiments.paper.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.paper import SENTENCES

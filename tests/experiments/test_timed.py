@@ -18,15 +18,16 @@ from torch import nn
 
 from gpipe_bench.experiments.paper.timed import layers
 from gpipe_bench.experiments.paper.timed import steps as timed_steps
-from gpipe_bench.experiments.paper.timed.claims import (
+from gpipe_bench.experiments.paper.timed.evidence import (
     prediction_interval,
     replayed_spread,
 )
-from gpipe_bench.experiments.paper.timed.replay import (
+from gpipe_bench.experiments.paper.timed.results import (
+    check_ran,
     lay_out,
+    results,
     take_apart,
 )
-from gpipe_bench.experiments.paper.timed.results import check_ran, results
 from gpipe_bench.experiments.paper.timed.steps import work
 from gpipe_bench.experiments.paper.timed.workloads import Configuration
 from gpipe_bench.harness.record import Metric
@@ -49,7 +50,6 @@ def test_real_steps_are_counted_and_timed():
         assert all(s > 0 for samples in first.samples_s.values() for s in samples)
         size = configuration.microbatch_size
         assert first.activation_bytes[0] == size * 8 * 16 * 4  # examples, tokens, width, float32
-        assert len(answer.layers_s[size]) == 8
     assert answer.copy_bytes_per_s > 0
 
 

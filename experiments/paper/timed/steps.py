@@ -23,8 +23,14 @@ from torch import nn
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
 from gpipe_bench.experiments.paper.timed.layers import layer_seconds
-from gpipe_bench.experiments.paper.timed.replay import TimedActions
-from gpipe_bench.experiments.paper.timed.results import Found, Steps, check_ran, results, samples_of
+from gpipe_bench.experiments.paper.timed.results import (
+    Found,
+    Steps,
+    TimedActions,
+    check_ran,
+    results,
+    samples_of,
+)
 from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.environment import usable_cores
 from gpipe_bench.harness.experiment import Outcome, RunOptions
@@ -141,8 +147,6 @@ def work(job: Job) -> Found:
             timed[index].found if index in timed else Steps(out_of_memory=too_large[each.microbatch_size])
             for index, each in enumerate(job.configurations)
         ),
-        layers_s,
-        training.num_parameters,
         copy_bandwidth(training.device),
         conditions(),
         used,
@@ -171,7 +175,6 @@ class Training:
         self.job, self.device = job, devices.current(job.device)
         model = job.workload.build(self.device, seed=job.seed)
         self.layers: Sequence[nn.Module] = list(model)
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.loss = job.workload.loss()
         self._optimizers = [optimizer_of(layer) for layer in self.layers]
 

@@ -205,12 +205,14 @@ def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def run_column(half: str, name: str, precision: str = "float32", *, smallest: bool = False) -> Outcome:
-    """Every distinct stage of a column of Table 1 on this GPU, under the paper's cap; `smallest`: of the
-    smallest model with as many stages, in few micro-batches.
+    """Every distinct stage of a column of Table 1 by itself on this GPU, under the paper's cap; `smallest` is
+    of the smallest model with as many stages, in few micro-batches.
 
-    That a stage finds no room is a result: with the models without GPipe it is what the table is about.
+    That a stage finds no room is a result: with the models without GPipe it is what the table is about. The
+    cap holds for the caching allocator, fragmentation and the libraries' workspaces included. The fullest
+    stage by the memory model comes first.
     """
-    size, setting = column(half, name), Setting.of(half, name, precision, ATTENTION[half])
+    size, setting, data = column(half, name), Setting.of(half, name, precision, ATTENTION[half]), HALVES[half]
     layers, filters, counts = size.num_layers, size.num_filters, setting.microbatch_counts()
     if smallest:
         counts = counts[:2]
@@ -218,34 +220,18 @@ def run_column(half: str, name: str, precision: str = "float32", *, smallest: bo
             (size.num_stages, 0) if half == "transformer" else (PAPER_NUM_LAYERS[0], FILTERS_STEP)
         )
     placement = place_anyhow(setting, layers, filters, counts[-1])
-    found = under_cap(setting, placement)
-    return Outcome(_peaks_of(found["stages"]), found)
-
-
-def under_cap(setting: Setting, placement: Placement) -> dict[str, Any]:
-    """Each distinct stage of a placement by itself on this GPU, under the setting's cap: for a record.
-
-    The cap holds for the caching allocator, fragmentation and the libraries' workspaces included. The fullest
-    stage by the memory model comes first.
-    """
-    data = HALVES[setting.half]
-    schedule = setting.schedule(placement.num_microbatches)
-    shape = {"num_layers": placement.num_layers}
-    if placement.num_filters:
-        shape["num_filters"] = placement.num_filters
+    shape = {"num_layers": layers} | ({"num_filters": filters} if filters else {})
     device = devices.current(devices.default_type())
     limit = torch.get_device_module(device).set_per_process_memory_fraction
     limit(min(1.0, setting.cap_bytes / devices.total_memory_bytes(device)), device)
     stages: list[dict[str, Any]] = []
     try:
-        parts = distinct_parts(setting, placement)
-        for part in sorted(parts, key=lambda part: -part.memory.peak):
-            model, found, ran_out = meta_model(setting.half, **shape), None, ""
-            options = dict(data.options)
+        for part in sorted(distinct_parts(setting, placement), key=lambda part: -part.memory.peak):
+            found, ran_out = None, ""
             try:
                 found = measure(
-                    part, model, setting.half, schedule, options, data.batch_size, device,
-                    precision=setting.precision,
+                    part, meta_model(half, **shape), half, setting.schedule(counts[-1]), dict(data.options),
+                    data.batch_size, device, precision=precision,
                 )  # fmt: skip
             except RuntimeError as error:
                 if (memory := memory_error(error)) is None:
@@ -253,24 +239,23 @@ def under_cap(setting: Setting, placement: Placement) -> dict[str, Any]:
                 ran_out = (str(memory).splitlines() or [type(memory).__name__])[0]
             stages.append(
                 {
-                    "stage": part.index,
-                    "measured": found,
-                    "modelled": part.memory.peak,
-                    "at_most": devices.peak_bytes(device),
-                    "ran_out": ran_out,
+                    "stage": part.index, "measured": found, "modelled": part.memory.peak,
+                    "at_most": devices.peak_bytes(device), "ran_out": ran_out,
                 }
-            )
-            del model
+            )  # fmt: skip
             gc.collect()
             devices.empty_cache(device)
     finally:
         limit(1.0, device)
-    return {
-        "fits": not any(stage["ran_out"] for stage in stages), "cap_gib": setting.cap_bytes / GIB,
-        "num_layers": placement.num_layers, "num_filters": placement.num_filters,
-        "num_parameters": placement.num_parameters, "num_microbatches": placement.num_microbatches,
-        "precision": setting.precision, "stages": stages, "device": devices.name(device),
-    }  # fmt: skip
+    return Outcome(
+        _peaks_of(stages),
+        {
+            "fits": not any(stage["ran_out"] for stage in stages), "cap_gib": setting.cap_bytes / GIB,
+            "num_layers": layers, "num_filters": filters, "num_parameters": placement.num_parameters,
+            "num_microbatches": placement.num_microbatches, "precision": precision, "stages": stages,
+            "device": devices.name(device),
+        },
+    )  # fmt: skip
 
 
 def _peaks_of(stages: Sequence[dict[str, Any]]) -> tuple[Metric, ...]:

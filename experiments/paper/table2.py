@@ -113,12 +113,9 @@ def cells(records: Sequence[Record]) -> list[Result]:
             found.append(evidence.beside(records, record, place, metric, note, "as the step grows"))
     for model, record in evidence.by_model(records, TABLES, part="replay error").items():
         if model not in fitted and _is_whole(record):  # at one mini-batch; the paper fitted its own
-            found += [
-                evidence.beside(
-                    records, record, _place(record, name), _speed(record, name, REAL), "Measured."
-                )
-                for name in _in_order(record)
-            ]
+            for name in _in_order(record):
+                metric, place = _speed(record, name, REAL), _place(record, name)
+                found.append(evidence.beside(records, record, place, metric, "Measured."))
     sentences = [*_quotients(records, fitted, fixed), *_bubble(records, fixed)]
     return [*found, *sentences, *reproduced.answers(records)]
 

@@ -120,32 +120,28 @@ def tables(records: Sequence[Record]) -> str:
     numbers = frame(of_case(records, "done"))
     if "link" not in numbers:
         return ""
-    steps = numbers[numbers.part == "steps"].assign(shown=lambda of: of.link.fillna(of.metric))
-    steps = steps[steps.metric.isin(("normalised throughput", "share of the balanced step"))]
+    steps = numbers[numbers.part == "steps"]
+    steps = steps[steps.metric == "normalised throughput"]
     parts = []
     for model, record in evidence.by_model(records, TABLES, part="steps").items():
         of = steps[steps.model == model]
-        texts = of.assign(text=[_text(*each) for each in of[["metric", "value", "low", "high"]].to_numpy()])
-        wide = texts.pivot(index="K", columns="shown", values="text").reindex(columns=[*COLUMNS])
+        texts = of.assign(text=[_text(*each) for each in of[["value", "low", "high"]].to_numpy()])
+        wide = texts.pivot(index="K", columns="link", values="text")
+        wide = wide.reindex(index=stage_counts(record), columns=[*COLUMNS])
         lines = [
             [f"K={k}", *line]
             for k, line in zip(wide.index, wide.astype(object).fillna("-").to_numpy(), strict=True)
         ]
         headers = ["", *(COLUMNS[name] for name in wide.columns)]
-        several = max(map(len, of[of.metric == "normalised throughput"].samples), default=0)
+        several = max(map(len, of.samples), default=0)
         parts.append(numbers_text(_title(record, several), headers, lines))
     return "\n\n".join(parts)
 
 
-COLUMNS = {
-    SAME_SHARE: "PCIe,\nsame share", "PCIe": "PCIe", "free link": "free\nlink",
-    "share of the balanced step": "of\nbound",
-}  # fmt: skip
+COLUMNS = {SAME_SHARE: "PCIe,\nsame share", "PCIe": "PCIe", "free link": "free\nlink"}
 
 
-def _text(metric: str, value: float, low: float, high: float) -> str:
-    if metric == "share of the balanced step":
-        return f"{100 * value:.0f} %"
+def _text(value: float, low: float, high: float) -> str:
     return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
 
 
@@ -161,7 +157,6 @@ def _title(record: Record, several: int) -> str:
         f"computation, {details['slowed_link']['bandwidth_bytes_per_s'] / 1e6:,.1f} MB/s\n"
         "  not in the interval: over links on which a message takes half a forward or longer, steps of two\n"
         "    processes took 6 to 19 % longer than their replay (TCP, measured once)\n"
-        "  of bound: the throughput as a share of what even stages over a free link would give\n"
         f"  same share: {details['assumption']}"
     )
 

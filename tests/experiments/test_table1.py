@@ -14,12 +14,14 @@ from torch import nn
 from gpipe_bench.experiments.paper import largest as search
 from gpipe_bench.experiments.paper import real_steps
 from gpipe_bench.experiments.paper.largest import (
+    Combination,
     Placement,
     Setting,
     fits,
     largest,
     place,
     place_anyhow,
+    stages_of,
 )
 from gpipe_bench.experiments.paper.profiles import (
     Reading,
@@ -27,10 +29,6 @@ from gpipe_bench.experiments.paper.profiles import (
     profiled,
 )
 from gpipe_bench.experiments.paper.profiles import transformer as relabelled
-from gpipe_bench.experiments.paper.stages import (
-    Combination,
-    stages_of,
-)
 from gpipe_bench.experiments.paper.table1 import EXPERIMENT
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import decode, encode

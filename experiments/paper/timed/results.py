@@ -27,7 +27,7 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.accelerators import P100_16
-from gpipe_bench.planner.predict import Breakdown, breakdown, even_stages
+from gpipe_bench.planner.predict import Breakdown, breakdown
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.paper.full_size import FullSize
@@ -104,14 +104,6 @@ class TimedActions:
 def lay_out(timed: TimedActions, link: Link = FREE, num_microbatches: int | None = None) -> Timeline:
     """The step on K devices: medians of the measured actions, laid out along the schedule."""
     return replay(timed.program(num_microbatches), **timed.times(link))
-
-
-def balanced(timed: TimedActions, num_microbatches: int | None = None) -> Timeline:
-    """The bound: the same total work of each kind, spread evenly over the stages, over a free link."""
-    medians, program = timed.medians_s(), timed.program(num_microbatches)
-    even = even_stages({action: medians[action.stage, action.kind] for action in program}, program)
-    update_s = mean(timed.update_s) if timed.update_s else 0.0
-    return replay(program, even.__getitem__, update_s=[update_s] * timed.num_stages)
 
 
 def take_apart(timed: TimedActions, link: Link, num_microbatches: int | None = None) -> Breakdown:
@@ -332,8 +324,7 @@ def replayed(
     plan: Sequence[Configuration], found: Sequence[Found], paper: FullSize, batch_size: int
 ) -> tuple[list[Metric], dict[str, Any]]:
     """Actions of this machine over PCIe as it is, over PCIe slowed down as much as they are, and over a free
-    link: throughput, relative to the first K where there are such steps, and how much of what even stages
-    would give a step over the slowed link reaches. `batch_size` is the mini-batch of the paper's model.
+    link: throughput, relative to the first K where there are such steps. `batch_size` is the paper's.
     """
     examples = batch_size // NUM_MICROBATCHES
     rounds = {
@@ -357,15 +348,7 @@ def replayed(
         keyed: Rates = [({"link": name, "K": k}, each) for k, each in rates.items()]
         metrics += normalised("throughput", keyed, rates.get(base), "replayed")
     stages = {}
-    steps_s = _steps_s(rounds, slowed)
     for k, several in rounds.items():
-        of = partial(from_samples, unit="ratio", key={"K": k}, provenance="replayed")
-        even_s = [balanced(timed).makespan_s for timed in several]
-        if base in steps_s:
-            one = zip(steps_s[base], even_s, strict=True)
-            metrics.append(of("normalised bound", [step_s / bound_s for step_s, bound_s in one]))
-        reached = [bound_s / step_s for bound_s, step_s in zip(even_s, steps_s[k], strict=True)]
-        metrics.append(of("share of the balanced step", reached))
         whole = joined(several)
         forward_s = mean([whole.medians_s()[stage, Kind.F] for stage in range(k)])
         stages[f"K={k}"] = {
@@ -394,9 +377,9 @@ def _slowed(rounds: Rounds, paper: FullSize, examples: int, share_of_peak: float
     """PCIe for this machine's model: see `same_share`. Times are those of all stages, bytes of all cuts, the
     paper's those of a micro-batch in float32 on a P100, whose stages have even forwards.
     """
-    layers = paper.seconds(P100_16, "float32", examples, (share_of_peak,))
-    forward_s = [float(layer.forward[0]) for layer in layers]
-    theirs_s = 2 * sum(forward_s) + sum(float(layer.backward[0]) for layer in layers)
+    layers = paper.seconds(P100_16, "float32", examples, share_of_peak)
+    forward_s = [layer.forward for layer in layers]
+    theirs_s = 2 * sum(forward_s) + sum(layer.backward for layer in layers)
     slower, larger = [], []
     for num_stages, several in rounds.items():
         timed = joined(several)

@@ -13,6 +13,7 @@ once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -58,7 +59,6 @@ class Setting:
     precision: str
     attention: str = "fused"
     cap_gib: float = 0.0  # 0: the paper's
-    optimizer: str = "rmsprop"  # the paper's
 
     @classmethod
     def of(cls, half: str, name: str, precision: str, attention: str) -> Setting:
@@ -96,7 +96,7 @@ class Setting:
             profile.layers,
             profile.loss,
             self.schedule(num_microbatches),
-            self.optimizer,
+            "rmsprop",
             receive_ahead=1 if self.num_stages > 1 else 0,
         )
 
@@ -245,27 +245,14 @@ def largest(setting: Setting) -> Placement:
 
 
 def last_that(holds: Callable[[int], bool], start: int, guess: int) -> int | None:
-    """The largest number from ``start`` on for which something holds, if that is lost only once.
-
-    Looks from ``guess`` on in growing steps, so that a good guess costs few looks. None if it does not hold
-    at ``start``.
+    """The largest number from ``start`` on for which something holds, if that is lost only once; None if it
+    does not hold at ``start``. A good guess costs few looks.
     """
-    low = first = max(guess, start)
-    reach = 1
-    if holds(first):
-        while holds(first + reach):
-            low, reach = first + reach, 2 * reach
-        high = first + reach
-    else:
-        high = low
-        while high > start and not holds(low := max(high - reach, start)):
-            high, reach = low, 2 * reach
-        if high == start:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    low, end, reach = start, max(guess, start), 1
+    while holds(end):
+        low, end, reach = end, end + reach, 2 * reach
+    count = bisect_left(range(low, end), True, key=lambda number: not holds(number))
+    return low + count - 1 if count else None
 
 
 # Under given choices ----------------------------------------------------------------------------------------

@@ -216,10 +216,10 @@ def test_a_step_is_laid_out_with_what_its_layers_take() -> None:
     full, cut = SMALL, (range(6), range(6, 12))
     link = Link("a link", 1e-6, 1e10)
     step = full.step(TPU_V2, "float32", cut, 9, 4, share_of_peak=0.5, link=link)
-    layers = full.seconds(TPU_V2, "float32", 3, (0.5,))  # micro-batches of 2.25 examples hold 3
-    forward = sum(layer.forward[0] for layer in layers[:6])
+    layers = full.seconds(TPU_V2, "float32", 3, 0.5)  # micro-batches of 2.25 examples hold 3
+    forward = sum(layer.forward for layer in layers[:6])
     assert step.times[0, Kind.F] == step.times[0, Kind.R] == pytest.approx(forward)
-    assert step.times[1, Kind.B] == pytest.approx(sum(layer.backward[0] for layer in layers[6:]))
+    assert step.times[1, Kind.B] == pytest.approx(sum(layer.backward for layer in layers[6:]))
     assert step.beside["activation_bytes"] == [full.sent_bytes(5, 3, "float32")]
     assert step.beside["setup_s"][0] > 0 == step.beside["setup_s"][1]
     assert step.beside["update_s"][0] > 0

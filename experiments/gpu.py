@@ -62,8 +62,6 @@ STEPS = (
          "Table 2 for real: every K up to the number of GPUs, beside the same steps laid out", gpus=2),
     Step("baseline", 1, 16, "table1 --only part=device --only column=naive-1 --only column=pipeline-1",
          "Table 1's models with and without GPipe under 8 and 16 GiB, of which its factors are made"),
-    Step("recomputation", 1, 18, "figure3 --only part=recomputation",
-         "what re-materialization costs ResNet-101; the paper's 0.80"),
     Step("table2-transformer", 9, 75, "table2 --only model=transformer --only batch=fitted",
          "Table 2's Transformer-48 laid out, its mini-batch fitted to the memory of a stage"),
     Step("table1", 2, 16, "table1 --only part=device", "every distinct stage of Table 1's other columns"),

@@ -10,14 +10,11 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from gpipe_bench.experiments.paper.timed.claims import published
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.store import Store, latest
 from gpipe_bench.models.paper import GIB, HALVES
-
-ROW = "normalized throughput"  # of Figure 3
 
 
 def of_step(arguments: Sequence[str], records: Path) -> list[str]:
@@ -41,7 +38,7 @@ def sentences(records: Sequence[Record]) -> Iterator[str]:
     for record in records:
         if record.status != "done":
             yield f"{record.label}: {record.status.replace('_', ' ')}: {record.reason.splitlines()[0]}"
-    about = {"device": _fits, "recomputation": _recomputation}
+    about = {"device": _fits}
     done: dict[Callable[[Sequence[Record]], Iterator[str]], list[Record]] = {}
     for record in records:
         if record.status == "done":
@@ -61,16 +58,6 @@ def _fits(records: Sequence[Record]) -> Iterator[str]:
             said.append(f"{record.case['column']} {fits} ({gib:.2f} GiB {how})")
         cap = HALVES[str(half)].cap_gib
         yield f"{half} in {precision} under {cap:g} GiB: {', '.join(said)}; the paper: all of these fit"
-
-
-def _recomputation(records: Sequence[Record]) -> Iterator[str]:
-    for record in records:
-        model, ratio = record.case["model"], record.metric("with over without")
-        if ratio is None or ratio.value is None:
-            yield from _without_room(record)
-            continue
-        paper = published(f"figure3-{model}")["paper", ROW, "pipeline-1"].printed
-        yield f"{model}: re-materialization leaves {ratio.value:.2f} of the throughput; the paper: {paper}"
 
 
 def _beside(records: Sequence[Record]) -> Iterator[str]:

@@ -61,13 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _unknowns(name: str) -> None:
     """Raises ValueError for an experiment that computes nothing at the paper's size."""
-    from gpipe_bench.experiments.paper import unknowns
+    from gpipe_bench.experiments.paper import reproduction
     from gpipe_bench.harness.report import reproduced
 
     if name not in reproduced.SECONDS:
         raise ValueError(f"--unknowns: {name} has no declared choices; {', '.join(reproduced.SECONDS)} have")
     for model in reproduced.SECONDS[name]:
-        say(unknowns.text(name, model) + "\n")
+        say(reproduction.text(name, model) + "\n")
 
 
 def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path, whose: str) -> None:

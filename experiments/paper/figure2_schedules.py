@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpipe_bench.experiments.drawing import legend, paint, paper_style
@@ -162,9 +161,9 @@ def _fractions(found: Sequence[Record]) -> str:
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """The schedules, and the bubble over M."""
+    """The schedules, a picture for each M."""
     charts = of_case(records, "done", part="chart")
-    plots = [
+    return [
         Plot(
             name=f"figure2-schedules-m{m}",
             caption=f"The schedules of Figure 2 for M = {m}, replayed",
@@ -174,16 +173,6 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         )
         for m in dict.fromkeys(record.case["num_microbatches"] for record in charts)
     ]
-    found = [r for r in of_case(records, "done", part="bubble") if r.case["num_stages"] in (2, 4, 8)]
-    bubbles = Plot(
-        name="figure2-bubble",
-        caption="Idle share of the device time over the number of micro-batches; lines are the closed form",
-        alt="For each K the idle share falls as M grows; replayed marks lie on the lines of the closed form, "
-        "and at M = 4K it is below 20 percent.",
-        draw=partial(_bubbles, found),
-        style=paper_style,
-    )
-    return [*plots, bubbles] if found else plots
 
 
 def _charts(records: Sequence[Record]) -> Figure:
@@ -217,39 +206,4 @@ def _charts(records: Sequence[Record]) -> Figure:
         "forward : recompute : backward = 1 : 1 : 2",
         fontsize=9,
     )
-    return figure
-
-
-def _bubbles(records: Sequence[Record]) -> Figure:
-    """Closed form as a line, replay as marks, over M for every K."""
-    import seaborn
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
-
-    ways = {"gpipe": "no re-materialization", "gpipe-early": "recomputing early"}
-    stages = [int(str(record.case["num_stages"])) for record in records]
-    points = [
-        (f"K = {k}", words, m, float(VARIANTS[name].closed_form(k, m)))
-        for k, (name, words), m in product(stages, ways.items(), range(1, 129))
-    ]
-    columns = ["stages", "schedule", "M", "idle"]
-    found = frame(records).query("metric == 'bubble' and schedule in @ways.keys()")
-    replayed = DataFrame(
-        {
-            "stages": "K = " + found.num_stages.astype(str), "schedule": found.schedule.map(ways),
-            "M": found.M.astype(int), "idle": found.value,
-        }
-    )  # fmt: skip
-    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
-    axes = figure.subplots()
-    look = {"x": "M", "y": "idle", "hue": "stages", "style": "schedule", "palette": "colorblind", "ax": axes}
-    seaborn.lineplot(DataFrame(points, columns=columns), linewidth=1.1, **look)
-    seaborn.scatterplot(replayed, markers=["o", "^"], s=26, legend=False, zorder=3, **look)
-    axes.axhline(0.2, color="0.4", linewidth=0.8, linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks := [2**n for n in range(8)], [str(tick) for tick in ticks])
-    axes.set(xlim=(0.93, 140), ylim=(0, 1), xlabel="micro-batches M", ylabel="idle share of the device time")
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.legend(fontsize=7.5)
-    seaborn.despine(figure)
     return figure

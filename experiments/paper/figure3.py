@@ -13,25 +13,23 @@ every k that there are devices for also runs on them (`measured`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import claims, views
+from gpipe_bench.experiments.paper.timed import evidence
 from gpipe_bench.experiments.paper.timed.workloads import (
     PROFILES,
     VERSION1,
     Configuration,
     Job,
-    Workload,
     real_cases,
 )
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Record, from_samples, of_case
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report import reproduced
-from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
 
 if TYPE_CHECKING:
@@ -48,10 +46,9 @@ ESTIMATE_S = {"smoke": 10.0, "short": 80.0, "full": 120.0}
 REAL_MICROBATCHES = (1, 2, 4)
 REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
 ROW = "normalized throughput"
-RECOMPUTATION = "recomputation"
 BARS = {
-    views.PAPER: "#0173b2", "torchgpipe": "#949494", views.COMPUTED: "#d9d9d9", views.OURS: "#029e73",
-    views.RAN: "#de8f05",
+    evidence.PAPER: "#0173b2", "torchgpipe": "#949494", evidence.COMPUTED: "#d9d9d9",
+    evidence.OURS: "#029e73", evidence.RAN: "#de8f05",
 }  # fmt: skip
 """Colours by source of a number; the same in every panel."""
 
@@ -59,8 +56,6 @@ BARS = {
 def cases(options: RunOptions) -> list[Case]:
     estimate_s = ESTIMATE_S[options.profile]
     steps = [Case({"model": name}, estimate_s) for name in VERSION1]
-    if options.device == "cuda":  # first what a minute on one GPU decides
-        steps.insert(0, Case({"part": RECOMPUTATION, "model": "resnet101"}, 40.0))
     others = real_cases(VERSION1, REAL_ESTIMATES_S, options)
     return steps + others + reproduced.cases("figure3", options)
 
@@ -76,45 +71,13 @@ def run(case: Case, options: RunOptions) -> Outcome:
     name = str(case.key["model"])
     sizes = VERSION1[name]
     workload = sizes[options.profile]
-    match case.key.get("part"):
-        case part if part == RECOMPUTATION:
-            return with_and_without(workload, name, options)
-        case "replay error":
-            size = max(1, workload.batch_size // 2)
-            return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
+    if "part" in case.key:
+        size = max(1, workload.batch_size // 2)
+        return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     stages = STAGES[:2] if options.profile == "smoke" else STAGES
     plan = configurations(name, workload.batch_size, stages, num_devices(options.device))
     job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
     metrics, details = results(job, measure(job))
-    return Outcome(tuple(metrics), details)
-
-
-def with_and_without(workload: Workload, name: str, options: RunOptions) -> Outcome:
-    """Steps of one stage with re-materialization and without, for real and in turns: nothing is laid out.
-    Micro-batches are as large with it as the mini-batch is without, or their efficiency would count, too.
-    """
-    from gpipe_bench.experiments.paper.timed.results import results
-    from gpipe_bench.experiments.paper.timed.steps import measure
-
-    plan = (
-        Configuration(1, 1, workload.batch_size, "never", label="naive-1"),
-        Configuration(1, TIMED_MICROBATCHES, TIMED_MICROBATCHES * workload.batch_size, label="pipeline-1"),
-    )
-    job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
-    found = measure(job)
-    metrics, details = results(job, found)
-    rates = {}
-    for index, each in enumerate(plan):
-        samples = [s for process in found for s in process.steps[index].in_process_s]
-        if samples:
-            key = {"configuration": each.label}
-            rates[each.label] = [each.batch_size / s for s in samples]
-            metrics.append(from_samples("whole step", [1e3 * s for s in samples], "ms", key=key))
-    if len(rates) == len(plan):
-        naive, pipeline = rates.values()
-        ratio = [ours / one for ours, one in zip(pipeline, naive, strict=True)]
-        note = "examples per second with re-materialization over those without"
-        metrics.append(from_samples("with over without", ratio, "ratio", note=note))
     return Outcome(tuple(metrics), details)
 
 
@@ -135,7 +98,7 @@ def configurations(name: str, batch_size: int, stages: Sequence[int], real: int)
 def cells(records: Sequence[Record]) -> list[Result]:
     """Ours beside each bar, and the sentence that no bar answers: a quarter more time for recomputation."""
     found: list[Result] = []
-    for record in claims.by_model(claims.of_steps(records), VERSION1).values():
+    for record in evidence.by_model(evidence.of_steps(records), VERSION1).values():
         of = {
             name: record.metric("normalised throughput", **facts["key"])
             for name, facts in record.details["cells"].items()
@@ -147,50 +110,38 @@ def cells(records: Sequence[Record]) -> list[Result]:
             if (metric := of[name]) is not None:
                 note = f"Run here: {scale}, M = {NUM_MICROBATCHES}; the paper's batch and M are not stated."
                 place = _place(record, name)
-                found.append(claims.beside(records, record, place, metric, note, "as the step grows"))
+                found.append(evidence.beside(records, record, place, metric, note, "as the step grows"))
         if base == "naive-1":
             row, column = "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101"
             pair = of[base], of.get("pipeline-1")
-            extra = claims.derived("extra time", lambda naive, one: 100 * (naive / one - 1), *pair, unit="%")
+            extra = evidence.derived(
+                "extra time", lambda naive, one: 100 * (naive / one - 1), *pair, unit="%"
+            )
             note = "Seconds of a step with re-materialization over those without, less one"
-            found += claims.sentence(records, record, row, column, extra, note)
+            found += evidence.sentence(records, record, row, column, extra, note)
     return found + reproduced.answers(records)
 
 
-def _place(record: Record, name: str) -> views.Place:
+def _place(record: Record, name: str) -> evidence.Place:
     return f"figure3-{record.case['model']}", ROW, name
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Tables of what is behind the numbers, and how far the replay errs."""
-    numbers = views.long(records, _place)
+    """Tables of the throughput, and of how far the replay errs."""
+    numbers = evidence.long(records, _place)
     note = (
         f"  naive-k: one micro-batch, nothing recomputed; pipeline-k: M = {NUM_MICROBATCHES} if not said "
         f"otherwise, all recomputed; actions timed with M = {TIMED_MICROBATCHES}"
     )
     shown = [
-        views.throughput(of, f"{title}: throughput, {of.cell.iloc[0]} is 1", note)
+        evidence.throughput(of, f"{title}: throughput, {of.cell.iloc[0]} is 1", note)
         for title, of in _steps(numbers).groupby("title", sort=False)
     ]
-    return "\n\n".join(filter(None, [*shown, _recomputation(records), views.replay_errors(numbers)]))
-
-
-def _recomputation(records: Sequence[Record]) -> str:
-    """Cost of re-materialization on one device, beside the figure's bar for it."""
-    lines = []
-    for record in of_case(records, part=RECOMPUTATION):
-        cells: Mapping[str, Mapping[str, str]] = record.details.get("cells", {})
-        lost = "; ".join(facts["out_of_memory"] for facts in cells.values() if facts["out_of_memory"])
-        ratio = record.metric("with over without")
-        printed = claims.published(f"figure3-{record.case['model']}")["paper", ROW, "pipeline-1"].printed
-        said = views.interval(ratio, record.reason or lost)
-        lines.append([record.details.get("title", record.case["model"]), printed, said])
-    title = "One device: throughput with re-materialization over that without (measured)"
-    return numbers_text(title, ["", "paper", "ours"], lines)
+    return "\n\n".join(filter(None, [*shown, evidence.replay_errors(numbers)]))
 
 
 def _steps(numbers: DataFrame) -> DataFrame:
-    """Drops the steps that only measure the replay's error, and those of one device alone."""
+    """Drops the steps that only measure the replay's error."""
     return numbers if numbers.empty or "part" not in numbers else numbers[numbers.part.isna()]
 
 
@@ -202,14 +153,14 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         alt="Ours beside the paper's and torchgpipe's speed-ups for each number of partitions.",
         draw=partial(_bars, records),
     )
-    return [bars] if claims.by_model(claims.of_steps(records), VERSION1) else []
+    return [bars] if evidence.by_model(evidence.of_steps(records), VERSION1) else []
 
 
 def _bars(records: Sequence[Record]) -> Figure:
     import seaborn
     from matplotlib.figure import Figure
 
-    numbers = _steps(views.long(records, _place))
+    numbers = _steps(evidence.long(records, _place))
     shown = numbers[numbers.metric.isin(BARS) & (numbers.M != TIMED_MICROBATCHES) & numbers.value.notna()]
     models = shown.groupby("title", sort=False)
     figure = Figure(figsize=(4.8 * len(models), 3.6), layout="constrained")
@@ -217,7 +168,7 @@ def _bars(records: Sequence[Record]) -> Figure:
         there = [whose for whose in BARS if whose in {*of.metric}]
         seaborn.barplot(of, x="cell", y="value", hue="metric", hue_order=there, palette=BARS, ax=axes)
         axes.set(xlabel="", ylabel=f"throughput, {of.cell.iloc[0]} is 1")
-        axes.set_title(views.scaled(of.title.iloc[0], of.scale.iloc[0]), fontsize=9)
+        axes.set_title(evidence.scaled(of.title.iloc[0], of.scale.iloc[0]), fontsize=9)
         axes.legend(title="", fontsize=7.5, loc="upper left")
     return figure
 

@@ -22,10 +22,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from gpipe_bench.experiments.paper.profiles import EXAMPLES, Label, Reading, Relabel, profiled_model
+from gpipe_bench.experiments.paper.profiles import EXAMPLES, Reading, profiled_model, resized
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile
 from gpipe_bench.pipeline.plan.links import Link
@@ -37,7 +36,6 @@ from gpipe_bench.planner.accelerators import TPU_V2, UPDATE_BYTES, Accelerator
 from gpipe_bench.planner.predict import breakdown
 from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
 
-Array = NDArray[np.float64]
 Shape = tuple[tuple[int, ...], int, bool]
 """A noted tensor: lengths, bytes of an element (as float32), whether it is of floating point."""
 
@@ -53,10 +51,10 @@ Tiles = Literal["images", "sequences"] | None
 
 
 class Seconds(NamedTuple):
-    """Seconds of one layer on one micro-batch, for each of several shares of the peak."""
+    """Seconds of one layer on one micro-batch."""
 
-    forward: Array
-    backward: Array
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
@@ -116,10 +114,10 @@ class FullSize:
         return sum(num_bytes(each, examples, activation_format) for each in outputs if each[2])
 
     def seconds(
-        self, accelerator: Accelerator, activation_format: str, examples: int, shares_of_peak: Sequence[float]
+        self, accelerator: Accelerator, activation_format: str, examples: int, share_of_peak: float
     ) -> tuple[Seconds, ...]:
         """Seconds of every layer on a micro-batch. ValueError for an invalid share."""
-        return _seconds(self, accelerator, activation_format, examples, tuple(shares_of_peak))
+        return _seconds(self, accelerator, activation_format, examples, share_of_peak)
 
     def cut(self, cost: str, rule: str, num_stages: int) -> Partition | None:
         """The layers in stages, by a cost and rule of the unknowns; None where the rule leaves a stage empty.
@@ -127,7 +125,7 @@ class FullSize:
         Seconds are those of a TPUv2: forward and backward of `CUT_EXAMPLES` in float32, at `CUT_SHARE` of the
         peak.
         """
-        return _cut(self, cost, RULES[rule], num_stages)
+        return _cut(self, cost, rule, num_stages)
 
     def step(
         self,
@@ -148,12 +146,12 @@ class FullSize:
         read and written there once. A single micro-batch needs none.
         """
         examples = -(-batch // num_microbatches)
-        layers = self.seconds(accelerator, activation_format, examples, (share_of_peak,))
+        layers = self.seconds(accelerator, activation_format, examples, share_of_peak)
         times: dict[tuple[int, Kind], float] = {}
         for stage, span in enumerate(cut):
-            forward_s = sum(float(layers[n].forward[0]) for n in span)
+            forward_s = sum(layers[n].forward for n in span)
             times[stage, Kind.F] = times[stage, Kind.R] = forward_s
-            times[stage, Kind.B] = sum(float(layers[n].backward[0]) for n in span)
+            times[stage, Kind.B] = sum(layers[n].backward for n in span)
         ends = [span.stop - 1 for span in cut[:-1]]
         setup_s = 0.0
         if num_microbatches > 1 and setup == "the first accelerator":
@@ -209,10 +207,10 @@ def _tiles(inputs: Sequence[Shape]) -> Tiles:
 
 @cache
 def _seconds(
-    full: FullSize, accelerator: Accelerator, activation_format: str, examples: int, shares: tuple[float, ...]
+    full: FullSize, accelerator: Accelerator, activation_format: str, examples: int, share: float
 ) -> tuple[Seconds, ...]:
-    if not all(0 < share <= 1 for share in shares):
-        raise ValueError(f"shares_of_peak is {shares}; each is a share of the peak, such as 0.5")
+    if not 0 < share <= 1:
+        raise ValueError(f"share_of_peak is {share}; it must be above 0 and at most 1, such as 0.5")
     layers, _, inputs = _noted(full)
     tiles = _tiles(inputs) if accelerator.matrix_unit else None
     if tiles == "images":
@@ -222,15 +220,15 @@ def _seconds(
         if id(layer) not in found:
             ways = (layer.forward, layer.backward)
             found[id(layer)] = Seconds(
-                *(_time(way, accelerator, activation_format, examples, shares, tiles) for way in ways)
+                *(_time(way, accelerator, activation_format, examples, share, tiles) for way in ways)
             )
     return tuple(found[id(layer)] for layer in layers)
 
 
 def _time(
     operations: Iterable[Operation], accelerator: Accelerator, activation_format: str, examples: int,
-    shares: Sequence[float], tiles: Tiles,
-) -> Array:  # fmt: skip
+    share: float, tiles: Tiles,
+) -> float:  # fmt: skip
     takes = [
         (
             _flops(each, examples, accelerator.matrix_unit) / accelerator.rate(activation_format),
@@ -241,7 +239,7 @@ def _time(
         if not (each.is_elementwise and accelerator.fuses)
     ]
     at_peak, moving = np.array(takes).reshape(-1, 2).T.copy()
-    return np.array([np.maximum(at_peak / share, moving).sum() for share in shares])
+    return float(np.maximum(at_peak / share, moving).sum())
 
 
 def _flops(operation: Operation, examples: int, unit: int = 0) -> int:
@@ -300,14 +298,20 @@ def _cut(full: FullSize, cost: str, rule: str, num_stages: int) -> Partition | N
         case "layers":
             costs = [1] * len(full.layers)
         case "seconds":
-            found = full.seconds(TPU_V2, "float32", CUT_EXAMPLES, (CUT_SHARE,))
-            costs = [float(layer.forward[0] + layer.backward[0]) for layer in found]
+            found = full.seconds(TPU_V2, "float32", CUT_EXAMPLES, CUT_SHARE)
+            costs = [layer.forward + layer.backward for layer in found]
         case _:
             raise ValueError(
                 f"unknown cost {cost!r} of a layer: use operations, parameters, layers or seconds"
             )
+    return cut_by(tuple(map(float, costs)), rule, num_stages)
+
+
+@cache
+def cut_by(costs: tuple[float, ...], rule: str, num_stages: int) -> Partition | None:
+    """Layers with these costs in stages; None where a rule of the unknowns leaves a stage empty."""
     try:
-        return partition(tuple(map(float, costs)), num_stages, rule)
+        return partition(costs, num_stages, RULES[rule])
     except ValueError:  # a stage without layers
         return None
 
@@ -316,8 +320,8 @@ def _cut(full: FullSize, cost: str, rule: str, num_stages: int) -> Partition | N
 def _profiles(full: FullSize, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
     reading = Reading(number_format="float32" if activation_format == "float32" else "bfloat16")
     found = profiled_model(reading, full.model, EXAMPLES, **full.options)
-    at = cache(Relabel((Label(EXAMPLES, EXAMPLES, examples),)).profile)  # many layers share one profile
-    return tuple(map(at, (*found.layers, found.loss)))
+    at = resized(found, examples)
+    return (*at.layers, at.loss)
 
 
 SIZES = {

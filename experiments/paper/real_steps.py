@@ -1,7 +1,4 @@
-"""Real training steps against the memory model: scaled-down models whole, Table 1's stages alone.
-
-The whole models are scaled down so that a laptop trains them in a blink; everything else is what Table 1
-models: the engine, RMSProp with momentum, every stage owning its boundary tensors as on a device of its own.
+"""Real training steps of Table 1's stages, each alone, against the memory model.
 
 K accelerators are not needed to see what one of them must hold. A stage alone gets made-up boundary tensors
 of the right shape where its neighbours would send theirs, and drops what it would send. Every distinct stage
@@ -16,7 +13,6 @@ import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,15 +24,13 @@ from gpipe_bench.experiments.paper.timed.workloads import materialized
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.workers import memory_error
-from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.models import example_batch, loss_fn
 from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS, column
-from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.memory.peaks import StageMemory
-from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile, TensorSpec
-from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
-from gpipe_bench.pipeline.memory.workers import pipeline_memory
+from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
@@ -211,12 +205,14 @@ def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def run_column(half: str, name: str, precision: str = "float32", *, smallest: bool = False) -> Outcome:
-    """Every distinct stage of a column of Table 1 on this GPU, under the paper's cap; `smallest`: of the
-    smallest model with as many stages, in few micro-batches.
+    """Every distinct stage of a column of Table 1 by itself on this GPU, under the paper's cap; `smallest` is
+    of the smallest model with as many stages, in few micro-batches.
 
-    That a stage finds no room is a result: with the models without GPipe it is what the table is about.
+    That a stage finds no room is a result: with the models without GPipe it is what the table is about. The
+    cap holds for the caching allocator, fragmentation and the libraries' workspaces included. The fullest
+    stage by the memory model comes first.
     """
-    size, setting = column(half, name), Setting.of(half, name, precision, ATTENTION[half])
+    size, setting, data = column(half, name), Setting.of(half, name, precision, ATTENTION[half]), HALVES[half]
     layers, filters, counts = size.num_layers, size.num_filters, setting.microbatch_counts()
     if smallest:
         counts = counts[:2]
@@ -224,34 +220,18 @@ def run_column(half: str, name: str, precision: str = "float32", *, smallest: bo
             (size.num_stages, 0) if half == "transformer" else (PAPER_NUM_LAYERS[0], FILTERS_STEP)
         )
     placement = place_anyhow(setting, layers, filters, counts[-1])
-    found = under_cap(setting, placement)
-    return Outcome(_peaks_of(found["stages"]), found)
-
-
-def under_cap(setting: Setting, placement: Placement) -> dict[str, Any]:
-    """Each distinct stage of a placement by itself on this GPU, under the setting's cap: for a record.
-
-    The cap holds for the caching allocator, fragmentation and the libraries' workspaces included. The fullest
-    stage by the memory model comes first.
-    """
-    data = HALVES[setting.half]
-    schedule = setting.schedule(placement.num_microbatches)
-    shape = {"num_layers": placement.num_layers}
-    if placement.num_filters:
-        shape["num_filters"] = placement.num_filters
+    shape = {"num_layers": layers} | ({"num_filters": filters} if filters else {})
     device = devices.current(devices.default_type())
     limit = torch.get_device_module(device).set_per_process_memory_fraction
     limit(min(1.0, setting.cap_bytes / devices.total_memory_bytes(device)), device)
     stages: list[dict[str, Any]] = []
     try:
-        parts = distinct_parts(setting, placement)
-        for part in sorted(parts, key=lambda part: -part.memory.peak):
-            model, found, ran_out = meta_model(setting.half, **shape), None, ""
-            options = dict(data.options)
+        for part in sorted(distinct_parts(setting, placement), key=lambda part: -part.memory.peak):
+            found, ran_out = None, ""
             try:
                 found = measure(
-                    part, model, setting.half, schedule, options, data.batch_size, device,
-                    precision=setting.precision,
+                    part, meta_model(half, **shape), half, setting.schedule(counts[-1]), dict(data.options),
+                    data.batch_size, device, precision=precision,
                 )  # fmt: skip
             except RuntimeError as error:
                 if (memory := memory_error(error)) is None:
@@ -259,24 +239,23 @@ def under_cap(setting: Setting, placement: Placement) -> dict[str, Any]:
                 ran_out = (str(memory).splitlines() or [type(memory).__name__])[0]
             stages.append(
                 {
-                    "stage": part.index,
-                    "measured": found,
-                    "modelled": part.memory.peak,
-                    "at_most": devices.peak_bytes(device),
-                    "ran_out": ran_out,
+                    "stage": part.index, "measured": found, "modelled": part.memory.peak,
+                    "at_most": devices.peak_bytes(device), "ran_out": ran_out,
                 }
-            )
-            del model
+            )  # fmt: skip
             gc.collect()
             devices.empty_cache(device)
     finally:
         limit(1.0, device)
-    return {
-        "fits": not any(stage["ran_out"] for stage in stages), "cap_gib": setting.cap_bytes / GIB,
-        "num_layers": placement.num_layers, "num_filters": placement.num_filters,
-        "num_parameters": placement.num_parameters, "num_microbatches": placement.num_microbatches,
-        "precision": setting.precision, "stages": stages, "device": devices.name(device),
-    }  # fmt: skip
+    return Outcome(
+        _peaks_of(stages),
+        {
+            "fits": not any(stage["ran_out"] for stage in stages), "cap_gib": setting.cap_bytes / GIB,
+            "num_layers": layers, "num_filters": filters, "num_parameters": placement.num_parameters,
+            "num_microbatches": placement.num_microbatches, "precision": precision, "stages": stages,
+            "device": devices.name(device),
+        },
+    )  # fmt: skip
 
 
 def _peaks_of(stages: Sequence[dict[str, Any]]) -> tuple[Metric, ...]:
@@ -293,97 +272,5 @@ def _peaks_of(stages: Sequence[dict[str, Any]]) -> tuple[Metric, ...]:
     )  # fmt: skip
 
 
-BATCH_SIZE = 8  # divisible by every number of micro-batches below
-SCALED_DOWN: dict[str, dict[str, Any]] = {
-    "amoebanet-d": {
-        "num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True,
-    },
-    "transformer-lm": {
-        "num_layers": 6, "vocab_size": 512, "d_model": 64, "ffn_dim": 256, "num_heads": 4, "seq_len": 64,
-    },
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Peak bytes of each stage: counted in a real step, and modelled."""
-
-    tracked: tuple[int, ...]
-    modelled: tuple[StageMemory, ...]
-
-    @property
-    def largest_error(self) -> float:
-        """Largest relative difference over the stages."""
-        return max(
-            abs(model.peak - peak) / peak for model, peak in zip(self.modelled, self.tracked, strict=True)
-        )
-
-
-def verify(name: str, num_stages: int, remat: str, num_microbatches: int, seed: int = 0) -> Verification:
-    """Train a scaled-down model for two steps and compare the second one's peaks with the model's."""
-    options = SCALED_DOWN[name]
-    torch.manual_seed(seed)
-    model, compute_loss = MODELS[name](**options), loss_fn(name, **options)
-    memory = LiveMemory()
-    pipeline = Pipeline(
-        model,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        schedule="gpipe",
-        remat=remat,
-        transport=InProcess(copy=True, observe_transfer=memory.owned_by),
-    )
-    tracked = _train(pipeline, name, options, compute_loss, memory)
-    microbatch = example_batch(name, BATCH_SIZE // num_microbatches, device="meta", **options)
-    profiler = _profiler()
-    layers, loss = profiler.model(model, compute_loss, *map(Boundary.of, microbatch))
-    modelled = pipeline_memory(layers, loss, pipeline.partition, pipeline.schedule, "rmsprop")
-    return Verification(tracked, modelled)
-
-
-@cache
-def _profiler() -> Profiler:
-    """Shared by all cases: they differ in the cut and in the micro-batches, not in the layers."""
-    return Profiler()
-
-
-def _train(
-    pipeline: Pipeline, name: str, options: dict[str, Any], compute_loss: Any, memory: LiveMemory
-) -> tuple[int, ...]:
-    """Peak bytes owned by each stage in its second step: the optimizer's state exists from then on.
-
-    The first one is not followed operation by operation, which takes longer than the step itself. What it
-    left behind is counted all the same: whatever tensor a stage still refers to, for what reason ever.
-    """
-    stages = pipeline.stages
-    optimizers = [
-        torch.optim.RMSprop(_parameters(stage.layers), lr=1e-3, momentum=0.9, foreach=False)
-        for stage in stages
-    ]
-    inputs, target = example_batch(name, BATCH_SIZE, **options)
-
-    def step() -> None:
-        pipeline.step(inputs, target, compute_loss, observe=lambda action: memory.owned_by(action.stage))
-        for stage, optimizer in zip(stages, optimizers, strict=True):
-            with memory.owned_by(stage.index):
-                optimizer.step()
-                optimizer.zero_grad()
-
-    step()
-    with memory:
-        for stage, optimizer in zip(stages, optimizers, strict=True):
-            with memory.owned_by(stage.index):
-                memory.watch(tensors_behind(stage, optimizer))
-        memory.reset_peaks()
-        step()
-    # The mini-batch is the first stage's, its targets the last one's; both are the user's.
-    data = {0: inputs, len(stages) - 1: target} if len(stages) > 1 else {0: (inputs, target)}
-    return tuple(memory.peak_bytes[stage.index] + _num_bytes(data.get(stage.index, ())) for stage in stages)
-
-
 def _parameters(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
     return [parameter for layer in layers for parameter in layer.parameters()]
-
-
-def _num_bytes(value: Any) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(value))

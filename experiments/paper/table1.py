@@ -7,8 +7,8 @@ needed:
     python -m experiments run table1
 
 Nothing of the real size is allocated. Each distinct layer runs on fake tensors, the memory model adds the
-profiles up to the peak of every stage (`modelled`); real training steps of scaled-down models check it
-(`measured`), and on a GPU (`full`) so does every distinct stage at the paper's size under the paper's cap.
+profiles up to the peak of every stage (`modelled`). On a GPU (`full`) every distinct stage at the paper's
+size runs under the paper's cap (`measured`).
 Nothing is timed, so cases run beside each other on all cores.
 """
 
@@ -28,11 +28,6 @@ SMOKE_COLUMNS = {"amoebanet": ("pipeline-1",), "transformer": ("naive-1", "pipel
 FIRST_S = {"amoebanet": 5.0, "transformer": 1.0}
 """Seconds of the first case of a half, in which its layers are profiled."""
 
-VERIFIED_MODELS = ("amoebanet-d", "transformer-lm")
-VERIFIED_STAGES = (1, 2, 4)
-VERIFIED_REMAT = ("never", "always")
-VERIFIED_MICROBATCHES = (1, 4, 8)
-
 
 def cases(options: RunOptions) -> list[Case]:
     """Cases of one group are about the same layers, which are profiled once."""
@@ -47,18 +42,6 @@ def cases(options: RunOptions) -> list[Case]:
             estimate_s = profiling_s.pop(half, 0.0) + (0.5 if half == "amoebanet" else 0.2)
             found.append(Case({**key, "precision": "float32"}, estimate_s, f"{half} {attention}"))
     found += reproduced.cases("table1", options)
-    steps = (VERIFIED_STAGES, VERIFIED_REMAT, VERIFIED_MICROBATCHES)
-    for model in VERIFIED_MODELS:
-        for k, remat, m in [(2, "always", 4)] if smoke else product(*steps):
-            step: dict[str, Any] = {
-                "part": "verify",
-                "model": model,
-                "num_stages": k,
-                "remat": remat,
-                "num_microbatches": m,
-            }
-            estimate_s = 0.8 if model.startswith("amoeba") else 0.2
-            found.append(Case(step, estimate_s, f"{model} in {m} micro-batches"))
     if options.profile == "full" or (smoke and options.device == "cuda"):
         found += _on_a_gpu(smoke)
     return found
@@ -99,8 +82,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
             from gpipe_bench.experiments.paper import reproduction
 
             return reproduction.run("table1", case)
-        case "verify":
-            return _run_verify(case.key)
     return _run_device(case.key, options)
 
 
@@ -154,32 +135,6 @@ def _run_largest(key: dict[str, Any]) -> Outcome:
     )
 
 
-def _run_verify(key: dict[str, Any]) -> Outcome:
-    """Real training steps of a scaled-down model on this machine, counted storage by storage."""
-    from gpipe_bench.experiments.paper.real_steps import verify
-
-    found = verify(key["model"], key["num_stages"], key["remat"], key["num_microbatches"])
-    fullest = max(range(key["num_stages"]), key=lambda stage: found.tracked[stage])
-    return Outcome(
-        (
-            Metric(
-                name="tracked peak", value=found.tracked[fullest], unit="bytes", provenance="measured",
-                note="fullest stage",
-            ),
-            _modelled("modelled peak", found.modelled[fullest].peak, "bytes", note="the same stage"),
-            Metric(
-                name="largest error", value=found.largest_error, unit="ratio", provenance="measured",
-                note="relative difference, largest over the stages",
-            ),
-        ),
-        {
-            "tracked_bytes": list(found.tracked),
-            "modelled_bytes": [stage.peak for stage in found.modelled],
-            "fullest_at": [stage.when for stage in found.modelled],
-        },
-    )  # fmt: skip
-
-
 def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
     """Stages of the paper's model by themselves on a real GPU, under its cap."""
     if options.device != "cuda":
@@ -198,12 +153,12 @@ EXPERIMENT = Experiment(
     title="Table 1: maximum model size",
     source="arXiv v5, Table 1",
     describe=(
-        "Parameters and memory of the paper's ten models on their accelerators, the largest models that fit "
-        "there with this engine, and real training steps that check the memory model."
+        "Parameters and memory of the paper's ten models on their accelerators, and the largest models that "
+        "fit there with this engine."
     ),
     profiles={
-        "smoke": "a few columns, two real steps; on a GPU stages of the smallest models",
-        "short": "all columns at the paper's full size, all real steps on small models; no GPU needed",
+        "smoke": "a few columns; on a GPU stages of the smallest models",
+        "short": "all columns at the paper's full size; no GPU needed",
         "full": "the same, and every distinct stage for real on a GPU under the paper's memory cap",
     },
     cases=cases,

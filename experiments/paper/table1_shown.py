@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.drawing import paper_style, without_frame
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
-from gpipe_bench.harness.record import Metric, Record, find, frame, of_case
+from gpipe_bench.harness.record import Metric, Record, find, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import computed_markdown
@@ -47,7 +47,7 @@ def tables(records: Sequence[Record]) -> str:
         of, data = of_case(records, half=half, attention=JUDGED_ATTENTION[half]), HALVES[half]
         heading = f"{data.model}, mini-batch {data.batch_size}, {data.cap_gib} GiB per accelerator"
         parts += [_memory_table(of, half, heading), _largest_table(of, half, heading)]
-    parts += [_verification(of_case(records, "done", part="verify")), _devices(records)]
+    parts.append(_devices(records))
     return "\n\n".join(filter(None, parts))
 
 
@@ -129,28 +129,6 @@ def _largest_size(record: Record | None) -> str:
 
 def _ratio(over: float | None, under: float | None) -> str:
     return "-" if over is None or not under else f"{over / under:.2f}"
-
-
-def _verification(found: Sequence[Record]) -> str:
-    """How well the model meets real steps: the worst of each model and number of stages."""
-    if not found:
-        return ""
-    numbers = frame(found).pivot(
-        index=["model", "num_stages", "remat", "num_microbatches"], columns="metric", values="value"
-    )
-    lines = []
-    for (model, num_stages), of in numbers.groupby(level=["model", "num_stages"]):
-        worst = of["largest error"].idxmax()
-        error, modelled, tracked = of.loc[worst, ["largest error", "modelled peak", "tracked peak"]]
-        lines.append(
-            [
-                model, num_stages, len(of), f"{100 * error:.4f} %", f"{worst[2]}, M = {worst[3]}",
-                f"{tracked / 2**20:.3f} MiB", f"{modelled / 2**20:.3f} MiB",
-            ]
-        )  # fmt: skip
-    headers = ["model (scaled down)", "K", "steps", "largest error", "at", "counted (measured)", "modelled"]
-    title = "The memory model against real training steps on this machine, counted storage by storage"
-    return Grid(title=title, columns=headers, lines=lines).text()
 
 
 def _devices(records: Sequence[Record]) -> str:

@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import claims, views
+from gpipe_bench.experiments.paper.timed import evidence
 from gpipe_bench.experiments.paper.timed.workloads import (
     PROFILES,
     TABLE2,
@@ -104,19 +104,18 @@ def _configurations(
 
 def cells(records: Sequence[Record]) -> list[Result]:
     """Ours beside every cell of each model on record, and the sentences about them."""
-    fitted, fixed = (claims.by_model(records, TABLES, batch=batch) for batch in BATCHES)
+    fitted, fixed = (evidence.by_model(records, TABLES, batch=batch) for batch in BATCHES)
     found: list[Result] = []
     for record in fitted.values():
         note = f"Run here: {record.details['scale'] or 'at the full size'}; cut by measured seconds."
         for name in _in_order(record):
             metric, place = _speed(record, name), _place(record, name)
-            found.append(claims.beside(records, record, place, metric, note, "as the step grows"))
-    for model, record in claims.by_model(records, TABLES, part="replay error").items():
+            found.append(evidence.beside(records, record, place, metric, note, "as the step grows"))
+    for model, record in evidence.by_model(records, TABLES, part="replay error").items():
         if model not in fitted and _is_whole(record):  # at one mini-batch; the paper fitted its own
-            found += [
-                claims.beside(records, record, _place(record, name), _speed(record, name, REAL), "Measured.")
-                for name in _in_order(record)
-            ]
+            for name in _in_order(record):
+                metric, place = _speed(record, name, REAL), _place(record, name)
+                found.append(evidence.beside(records, record, place, metric, "Measured."))
     sentences = [*_quotients(records, fitted, fixed), *_bubble(records, fixed)]
     return [*found, *sentences, *reproduced.answers(records)]
 
@@ -126,7 +125,7 @@ def _in_order(record: Record) -> list[str]:
     return sorted(cells, key=lambda name: (cells[name]["num_stages"], cells[name]["num_microbatches"]))
 
 
-def _place(record: Record, name: str) -> views.Place:
+def _place(record: Record, name: str) -> evidence.Place:
     stages, count = name.split()
     return TABLES[str(record.case["model"])], count, stages
 
@@ -148,7 +147,7 @@ def _quotients(
     about = [
         ((row, column), [(model, f"K=8 M={m}", f"K=2 M={m}")], divisor)
         for model in fitted
-        for row, column, m, divisor in claims.SPEED_UPS[TABLES[model]]
+        for row, column, m, divisor in evidence.SPEED_UPS[TABLES[model]]
     ]
     neighbours = [
         (model, more, fewer)
@@ -157,12 +156,12 @@ def _quotients(
         if fewer.split()[0] == more.split()[0]
     ]
     for place, pairs, divisor in [*about, (MORE, neighbours, 1.0)]:
-        least, other = (claims.least(of, pairs, _speed, divisor) for of in (fitted, fixed))
+        least, other = (evidence.least(of, pairs, _speed, divisor) for of in (fitted, fixed))
         if least is not None:
             model, metric = least
             note = f"{metric.name} of {model}, a scaled model, the mini-batch fitted to memory"
             note += "" if other is None else f"; with one mini-batch for all {other[1].value:.3g}"
-            yield from claims.sentence(records, fitted[model], *place, metric, note)
+            yield from evidence.sentence(records, fitted[model], *place, metric, note)
 
 
 def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Result]:
@@ -177,7 +176,7 @@ def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Res
         found, name, model = max(bubbles, key=itemgetter(0))
         metric = from_samples(name, [found], "%", provenance="replayed")
         note = f"Share of K x step of {model}, {name}, the largest of {len(bubbles)}"
-        yield from claims.sentence(records, of[model], "bubble at M >= 4K", "largest over K", metric, note)
+        yield from evidence.sentence(records, of[model], "bubble at M >= 4K", "largest over K", metric, note)
 
 
 # Text and figures
@@ -187,21 +186,21 @@ def tables(records: Sequence[Record]) -> str:
     """Fitted and fixed mini-batch apart, what ran for real on more than two, and what the replay errs by."""
     steps = [record for batch in BATCHES for record in of_case(records, "done", batch=batch)]
     real = of_case(records, "done", part="replay error")
-    numbers = views.long([*steps, *real, *of_case(records, part=reproduced.PART)], _place)
+    numbers = evidence.long([*steps, *real, *of_case(records, part=reproduced.PART)], _place)
     notes = "  normalised throughput, K=2 M=1 is 1; actions timed in whole steps and laid out on K devices"
     shown = [
-        views.throughput(of.sort_values(["K", "M"], kind="stable"), f"{title} {BATCHES[batch]}", notes)
+        evidence.throughput(of.sort_values(["K", "M"], kind="stable"), f"{title} {BATCHES[batch]}", notes)
         for batch in BATCHES
         for title, of in numbers[numbers.batch == batch].groupby("title", sort=False)
     ]
-    whole = views.long([record for record in real if _is_whole(record)], _place)
+    whole = evidence.long([record for record in real if _is_whole(record)], _place)
     shown += [
-        views.throughput(
+        evidence.throughput(
             of.sort_values(["K", "M"], kind="stable"), f"{title} run on as many devices as stages"
         )
         for title, of in whole.groupby("title", sort=False)
     ]
-    return "\n\n".join(filter(None, [*shown, views.replay_errors(numbers)]))
+    return "\n\n".join(filter(None, [*shown, evidence.replay_errors(numbers)]))
 
 
 CAPTIONS = {
@@ -226,8 +225,8 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 
 def _throughput(records: Sequence[Record], batch: str) -> Figure:
     computed = of_case(records, part=reproduced.PART)
-    numbers = views.long([*of_case(records, "done", batch=batch), *computed], _place)
-    return views.lines(numbers, x="M", hue="K", y="throughput, K = 2, M = 1 is 1")
+    numbers = evidence.long([*of_case(records, "done", batch=batch), *computed], _place)
+    return evidence.lines(numbers, x="M", hue="K", y="throughput, K = 2, M = 1 is 1")
 
 
 EXPERIMENT = Experiment(

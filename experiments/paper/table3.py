@@ -20,8 +20,8 @@ from operator import truediv
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import claims, views
-from gpipe_bench.experiments.paper.timed.replay import SAME_SHARE
+from gpipe_bench.experiments.paper.timed import evidence
+from gpipe_bench.experiments.paper.timed.results import SAME_SHARE
 from gpipe_bench.experiments.paper.timed.workloads import (
     NUM_MICROBATCHES,
     PROFILES,
@@ -61,7 +61,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
         return reproduction.run("table3", case)
     from gpipe_bench.experiments.paper.full_size import FullSize
-    from gpipe_bench.experiments.paper.links import replayed
+    from gpipe_bench.experiments.paper.timed.results import replayed
     from gpipe_bench.experiments.paper.timed.steps import measure, run_real
 
     sizes = TABLE3[str(case.key["model"])]
@@ -86,7 +86,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 def cells(records: Sequence[Record]) -> list[Result]:
     """Ours beside each K of each model whose steps were timed, and the sentence about them."""
     found: list[Result] = []
-    for model, record in claims.by_model(records, TABLES, part="steps").items():
+    for model, record in evidence.by_model(records, TABLES, part="steps").items():
         scale = record.details["scale"] or "at the full size"
         note = (
             f"Run here: {scale}; cut by measured seconds, over PCIe slowed down as much as the computation."
@@ -95,15 +95,15 @@ def cells(records: Sequence[Record]) -> list[Result]:
             metric = record.metric("normalised throughput", link=record.details["judged"], K=k)
             if metric is not None:  # else nothing to be relative to: the steps of K = 2 found no room
                 place = (TABLES[model], "M=32", f"K={k}")
-                found.append(claims.beside(records, record, place, metric, note, "as the step grows"))
+                found.append(evidence.beside(records, record, place, metric, note, "as the step grows"))
         slow, fast = (
             record.metric("normalised throughput", link=link, K=8)
             for link in (record.details["judged"], "free link")
         )
-        kept = claims.derived("speed-up without over with", truediv, slow, fast)
+        kept = evidence.derived("speed-up without over with", truediv, slow, fast)
         row = "speed-up from 2 to 8 without a fast link over that with one"
         note = "K = 8 over K = 2 over the slowed link, over the same over a free link; both of the same cut"
-        found += claims.sentence(records, record, row, NAMES[model], kept, note)
+        found += evidence.sentence(records, record, row, NAMES[model], kept, note)
     return [*found, *reproduced.answers(records)]
 
 
@@ -120,32 +120,28 @@ def tables(records: Sequence[Record]) -> str:
     numbers = frame(of_case(records, "done"))
     if "link" not in numbers:
         return ""
-    steps = numbers[numbers.part == "steps"].assign(shown=lambda of: of.link.fillna(of.metric))
-    steps = steps[steps.metric.isin(("normalised throughput", "share of the balanced step"))]
+    steps = numbers[numbers.part == "steps"]
+    steps = steps[steps.metric == "normalised throughput"]
     parts = []
-    for model, record in claims.by_model(records, TABLES, part="steps").items():
+    for model, record in evidence.by_model(records, TABLES, part="steps").items():
         of = steps[steps.model == model]
-        texts = of.assign(text=[_text(*each) for each in of[["metric", "value", "low", "high"]].to_numpy()])
-        wide = texts.pivot(index="K", columns="shown", values="text").reindex(columns=[*COLUMNS])
+        texts = of.assign(text=[_text(*each) for each in of[["value", "low", "high"]].to_numpy()])
+        wide = texts.pivot(index="K", columns="link", values="text")
+        wide = wide.reindex(index=stage_counts(record), columns=[*COLUMNS])
         lines = [
             [f"K={k}", *line]
             for k, line in zip(wide.index, wide.astype(object).fillna("-").to_numpy(), strict=True)
         ]
         headers = ["", *(COLUMNS[name] for name in wide.columns)]
-        several = max(map(len, of[of.metric == "normalised throughput"].samples), default=0)
+        several = max(map(len, of.samples), default=0)
         parts.append(numbers_text(_title(record, several), headers, lines))
     return "\n\n".join(parts)
 
 
-COLUMNS = {
-    SAME_SHARE: "PCIe,\nsame share", "PCIe": "PCIe", "free link": "free\nlink",
-    "share of the balanced step": "of\nbound",
-}  # fmt: skip
+COLUMNS = {SAME_SHARE: "PCIe,\nsame share", "PCIe": "PCIe", "free link": "free\nlink"}
 
 
-def _text(metric: str, value: float, low: float, high: float) -> str:
-    if metric == "share of the balanced step":
-        return f"{100 * value:.0f} %"
+def _text(value: float, low: float, high: float) -> str:
     return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
 
 
@@ -161,14 +157,13 @@ def _title(record: Record, several: int) -> str:
         f"computation, {details['slowed_link']['bandwidth_bytes_per_s'] / 1e6:,.1f} MB/s\n"
         "  not in the interval: over links on which a message takes half a forward or longer, steps of two\n"
         "    processes took 6 to 19 % longer than their replay (TCP, measured once)\n"
-        "  of bound: the throughput as a share of what even stages over a free link would give\n"
         f"  same share: {details['assumption']}"
     )
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
     """Throughput over K beside the paper's, without a fast link and over a free one."""
-    laid_out = claims.by_model(records, TABLES, part="steps")
+    laid_out = evidence.by_model(records, TABLES, part="steps")
     lines = picture(
         name="table3-throughput",
         caption="Table 3: throughput without a fast link, the paper's, ours computed at its size, and "
@@ -185,11 +180,11 @@ def _throughput(records: Sequence[Record], laid_out: Mapping[str, Record]) -> Fi
     computed = {(each.table, each.column): each.metric for each in reproduced.answers(records)}
     rows = []
     for model, record in laid_out.items():
-        printed = claims.published(TABLES[model])
+        printed = evidence.published(TABLES[model])
         for k in stage_counts(record):
             numbers: list[tuple[str, str, Any]] = [
                 (
-                    views.OURS,
+                    evidence.OURS,
                     LINKS[link],
                     getattr(record.metric("normalised throughput", link=link, K=k), "value", None),
                 )
@@ -197,11 +192,11 @@ def _throughput(records: Sequence[Record], laid_out: Mapping[str, Record]) -> Fi
             ]
             cell, ours = printed.get(("paper", "M=32", f"K={k}")), computed.get((TABLES[model], f"K={k}"))
             slow = LINKS[SAME_SHARE]
-            numbers += [(views.PAPER, slow, cell.value)] if cell else []
-            numbers += [(views.COMPUTED, slow, ours.value)] if ours else []
+            numbers += [(evidence.PAPER, slow, cell.value)] if cell else []
+            numbers += [(evidence.COMPUTED, slow, ours.value)] if ours else []
             at = {"title": record.details["title"], "scale": record.details["scale"], "K": k}
             rows += [{**at, "metric": whose, "link": link, "value": value} for whose, link, value in numbers]
-    return views.lines(DataFrame(rows), x="K", hue="link", y="throughput, K = 2 is 1")
+    return evidence.lines(DataFrame(rows), x="K", hue="link", y="throughput, K = 2 is 1")
 
 
 LINKS = {SAME_SHARE: "without a fast link", "free link": "over a free link"}

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import claims, views
+from gpipe_bench.experiments.paper.timed import evidence
 from gpipe_bench.experiments.paper.timed.workloads import (
     PROFILES,
     VERSION1,
@@ -67,8 +67,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table4", case)
-    from gpipe_bench.experiments.paper.timed.replay import take_apart
-    from gpipe_bench.experiments.paper.timed.results import by_turn, joined, link_of, results
+    from gpipe_bench.experiments.paper.timed.results import by_turn, joined, link_of, results, take_apart
     from gpipe_bench.experiments.paper.timed.steps import measure, num_devices, run_real
 
     model = str(case.key["model"])
@@ -105,7 +104,7 @@ Number = Callable[[int, Mapping[str, float]], float]
 
 def cells(records: Sequence[Record]) -> list[Result]:
     """v1 took ResNet-101 apart; v5's pie names no model, but has v1's load imbalance of K = 2, 3.2 %."""
-    record = claims.by_model(claims.of_steps(records), [JUDGED]).get(JUDGED)
+    record = evidence.by_model(evidence.of_steps(records), [JUDGED]).get(JUDGED)
     if record is None:
         return reproduced.answers(records)
     scale = record.details["scale"] or "at the full size"
@@ -118,21 +117,21 @@ def cells(records: Sequence[Record]) -> list[Result]:
     if shares[4]:
         cells.append((("breakdown-v1", "load imbalance", "K=4"), shares[4]["load imbalance"]))
     results = [
-        claims.beside(records, record, place, metric, SETUP if place[1] == "setup" else note)
+        evidence.beside(records, record, place, metric, SETUP if place[1] == "setup" else note)
         for place, metric in cells
     ]
     for number, row, what in SENTENCES:
         ratios = {
             f"K={k}": ratio
             for k, of in shares.items()
-            if of and (ratio := claims.derived(row, partial(_of_parts, number, k, tuple(of)), *of.values()))
+            if of and (ratio := evidence.derived(row, partial(_of_parts, number, k, tuple(of)), *of.values()))
         }
         if ratios:
             numbers = {k: float(ratio.value or 0.0) for k, ratio in ratios.items()}
-            least = claims.worst(row, JUDGED_COLUMN, numbers)
+            least = evidence.worst(row, JUDGED_COLUMN, numbers)
             metric = next(ratio for ratio in ratios.values() if ratio.value == least)
             metric = replace(metric, key={"over": least.over})
-            results += claims.sentence(records, record, row, JUDGED_COLUMN, metric, what)
+            results += evidence.sentence(records, record, row, JUDGED_COLUMN, metric, what)
     return [*results, *reproduced.answers(records)]
 
 
@@ -166,7 +165,7 @@ def _taken_apart(records: Sequence[Record]) -> DataFrame:
     return 100 * DataFrame(
         {
             (record.details["title"], name): facts["shares"]
-            for record in claims.of_steps(records)
+            for record in evidence.of_steps(records)
             if record.status == "done"
             for name, facts in record.details["cells"].items()
             if "shares" in facts
@@ -179,7 +178,7 @@ def tables(records: Sequence[Record]) -> str:
     shares = _taken_apart(records)
     scales = {
         record.details["title"]: record.details["scale"]
-        for record in claims.of_steps(records)
+        for record in evidence.of_steps(records)
         if record.status == "done"
     }
     scaled = "; ".join(f"{title}: {scale}" for title, scale in scales.items() if scale)
@@ -191,7 +190,7 @@ def tables(records: Sequence[Record]) -> str:
     ]
     lines += [["sum", *(f"{share:.1f}" for share in shares.sum())]] if lines else []
     parts = numbers_text(title, ["", *map("\n".join, shares.columns)], lines)
-    errors = views.replay_errors(views.long(reproduced.timed(records), lambda *_: ("", "", "")))
+    errors = evidence.replay_errors(evidence.long(reproduced.timed(records), lambda *_: ("", "", "")))
     return "\n\n".join(filter(None, [parts, errors]))
 
 

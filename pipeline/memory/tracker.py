@@ -15,13 +15,11 @@ follows, which sends fresh gradients back. Both are autograd functions that comp
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -201,25 +199,6 @@ class EventLog(StorageWatch):
 
     def freed(self, serial: int) -> None:
         self.events.append(-serial - 1)
-
-
-def tensors_behind(*roots: object) -> list[Tensor]:
-    """Every tensor that the objects refer to, directly or through other objects; not through code."""
-    found: list[Tensor] = []
-    seen: set[int] = set()
-    waiting: list[object] = [*roots]
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType)):
-            continue
-        seen.add(id(each))
-        if isinstance(each, Tensor):
-            found.append(each)
-            if each.grad is not None:
-                found.append(each.grad)
-        else:
-            waiting += gc.get_referents(each)
-    return found
 
 
 class LayerRun:

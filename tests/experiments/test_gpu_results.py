@@ -51,14 +51,6 @@ OUT = {"cells": {"naive-1": {"out_of_memory": "CUDA out of memory"}, "pipeline-1
             ["amoebanet in float32 under 8 GiB: naive-1 does not fit (33.06 GiB modelled), pipeline-1 fits "
              "(5.42 GiB measured); the paper: all of these fit"],
         ),
-        (
-            [done(measured("with over without", 0.79), part="recomputation", model="resnet101")],
-            ["resnet101: re-materialization leaves 0.79 of the throughput; the paper: 0.8"],
-        ),
-        (
-            [done(details=OUT, part="recomputation", model="resnet101")],
-            ["part=recomputation model=resnet101: naive-1 did not run: CUDA out of memory"],
-        ),
         ([lost("KeyError: 3", "failed", model="amoebanet")], ["model=amoebanet: failed: KeyError: 3"]),
     ],
 )  # fmt: skip

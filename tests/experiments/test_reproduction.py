@@ -178,15 +178,15 @@ def test_operations_and_memory_scaled_from_one_prime_number_of_examples_are_thos
 def test_an_operation_takes_the_longer_of_arithmetic_and_memory_and_fused_ones_nothing() -> None:
     full = FullSize("transformer-lm", TRANSFORMER)
     arithmetic = Accelerator(name="counts", flops_per_s=1.0, half_flops_per_s=2.0, bytes_per_s=math.inf)
-    seconds = full.seconds(arithmetic, "float32", 2, (0.5, 1.0))[1]
+    half, seconds = (full.seconds(arithmetic, "float32", 2, share)[1] for share in (0.5, 1.0))
     per_token = 2 * (4 * 64 * 64 + 2 * 64 * 256) + 2 * 2 * 16 * 64
     assert full.flops(2)[1] == 2 * 16 * per_token
-    assert seconds.forward.tolist() == [2 * 2 * 16 * per_token, 2 * 16 * per_token]
-    assert seconds.backward[1] == 2 * seconds.forward[1]
-    assert full.seconds(arithmetic, "bfloat16", 2, (1.0,))[1].forward[0] == seconds.forward[1] / 2
+    assert (half.forward, seconds.forward) == (2 * 2 * 16 * per_token, 2 * 16 * per_token)
+    assert seconds.backward == 2 * seconds.forward
+    assert full.seconds(arithmetic, "bfloat16", 2, 1.0)[1].forward == seconds.forward / 2
     moving = replace(arithmetic, flops_per_s=math.inf, bytes_per_s=1.0)
     slow, fused = (
-        full.seconds(each, "float32", 2, (1.0,))[1].forward[0]
+        full.seconds(each, "float32", 2, 1.0)[1].forward
         for each in (moving, replace(moving, fuses=True, name="fuses"))
     )
     pointwise = sum(
@@ -197,8 +197,8 @@ def test_an_operation_takes_the_longer_of_arithmetic_and_memory_and_fused_ones_n
     )
     assert pointwise > 0
     assert slow - fused == pointwise
-    with pytest.raises(ValueError, match=r"shares_of_peak is \(0\.0,\); each is a"):
-        full.seconds(arithmetic, "float32", 2, (0.0,))
+    with pytest.raises(ValueError, match=r"share_of_peak is 0\.0; it must be"):
+        full.seconds(arithmetic, "float32", 2, 0.0)
 
 
 SMALL = FullSize(
@@ -216,10 +216,10 @@ def test_a_step_is_laid_out_with_what_its_layers_take() -> None:
     full, cut = SMALL, (range(6), range(6, 12))
     link = Link("a link", 1e-6, 1e10)
     step = full.step(TPU_V2, "float32", cut, 9, 4, share_of_peak=0.5, link=link)
-    layers = full.seconds(TPU_V2, "float32", 3, (0.5,))  # micro-batches of 2.25 examples hold 3
-    forward = sum(layer.forward[0] for layer in layers[:6])
+    layers = full.seconds(TPU_V2, "float32", 3, 0.5)  # micro-batches of 2.25 examples hold 3
+    forward = sum(layer.forward for layer in layers[:6])
     assert step.times[0, Kind.F] == step.times[0, Kind.R] == pytest.approx(forward)
-    assert step.times[1, Kind.B] == pytest.approx(sum(layer.backward[0] for layer in layers[6:]))
+    assert step.times[1, Kind.B] == pytest.approx(sum(layer.backward for layer in layers[6:]))
     assert step.beside["activation_bytes"] == [full.sent_bytes(5, 3, "float32")]
     assert step.beside["setup_s"][0] > 0 == step.beside["setup_s"][1]
     assert step.beside["update_s"][0] > 0

@@ -14,12 +14,14 @@ from torch import nn
 from gpipe_bench.experiments.paper import largest as search
 from gpipe_bench.experiments.paper import real_steps
 from gpipe_bench.experiments.paper.largest import (
+    Combination,
     Placement,
     Setting,
     fits,
     largest,
     place,
     place_anyhow,
+    stages_of,
 )
 from gpipe_bench.experiments.paper.profiles import (
     Reading,
@@ -27,18 +29,13 @@ from gpipe_bench.experiments.paper.profiles import (
     profiled,
 )
 from gpipe_bench.experiments.paper.profiles import transformer as relabelled
-from gpipe_bench.experiments.paper.real_steps import verify
-from gpipe_bench.experiments.paper.stages import (
-    Combination,
-    stages_of,
-)
 from gpipe_bench.experiments.paper.table1 import EXPERIMENT
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import decode, encode
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models import paper as paper_models
 from gpipe_bench.models.paper import COLUMNS, Column, column
-from gpipe_bench.pipeline import Boundary, Pipeline, Profiler, StagePeaks
+from gpipe_bench.pipeline import Boundary, Profiler, StagePeaks
 from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
@@ -306,32 +303,3 @@ def test_on_a_gpu_the_allocator_agrees(small: tuple[str, Setting, Placement]) ->
         measured = measure(part, half, setting, "cuda")
         # Tiny tensors in blocks of 512 bytes.
         assert measured == pytest.approx(part.memory.peak, rel=0.25)
-
-
-NAME = "transformer-lm"
-
-
-def test_the_model_meets_real_steps() -> None:
-    found = verify(NAME, 2, "always", 4)
-    assert len(found.tracked) == 2
-    assert found.largest_error < 1e-4
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_what_a_stage_keeps_from_the_first_step_is_counted(
-    stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = verify(NAME, 2, "always", 4).tracked
-
-    class Hoarding(Pipeline):
-        def step(self, *arguments: Any, **options: Any) -> Any:
-            result = super().step(*arguments, **options)
-            kept = self.stages[stage].__dict__.setdefault("kept", {})
-            kept.setdefault("first", [torch.zeros(2500)])  # 10,000 bytes, deep inside
-            return result
-
-    monkeypatch.setattr(real_steps, "Pipeline", Hoarding)
-    after = verify(NAME, 2, "always", 4).tracked
-    assert [b - a for a, b in zip(before, after, strict=True)] == [
-        10_000 * (index == stage) for index in range(2)
-    ]

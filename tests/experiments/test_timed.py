@@ -18,15 +18,16 @@ from torch import nn
 
 from gpipe_bench.experiments.paper.timed import layers
 from gpipe_bench.experiments.paper.timed import steps as timed_steps
-from gpipe_bench.experiments.paper.timed.claims import (
+from gpipe_bench.experiments.paper.timed.evidence import (
     prediction_interval,
     replayed_spread,
 )
-from gpipe_bench.experiments.paper.timed.replay import (
+from gpipe_bench.experiments.paper.timed.results import (
+    check_ran,
     lay_out,
+    results,
     take_apart,
 )
-from gpipe_bench.experiments.paper.timed.results import check_ran, results
 from gpipe_bench.experiments.paper.timed.steps import work
 from gpipe_bench.experiments.paper.timed.workloads import Configuration
 from gpipe_bench.harness.record import Metric
@@ -49,7 +50,6 @@ def test_real_steps_are_counted_and_timed():
         assert all(s > 0 for samples in first.samples_s.values() for s in samples)
         size = configuration.microbatch_size
         assert first.activation_bytes[0] == size * 8 * 16 * 4  # examples, tokens, width, float32
-        assert len(answer.layers_s[size]) == 8
     assert answer.copy_bytes_per_s > 0
 
 
@@ -104,13 +104,12 @@ def job_with(engine: type, *counts: int, **more: Any) -> Any:
 
 
 def test_the_steps_of_a_table_are_taken_there_and_back_within_each_round():
-    found = work(job_with(Probe, 1, 2, 4, rounds=8))
+    work(job_with(Probe, 1, 2, 4, rounds=8))
     warm_up, rounds = ORDER[:3], [ORDER[i : i + 6] for i in range(3, len(ORDER), 6)]
     assert warm_up == [1, 2, 4]
     assert len(rounds) == 8
     assert all(sorted(each[:3]) == [1, 2, 4] and each == each[::-1] for each in rounds)
     assert len({tuple(each) for each in rounds}) > 2
-    assert [len(each.in_process_s) for each in found.steps] == [16] * 3  # two samples per round
 
 
 @pytest.mark.parametrize("fits", [0, 3])
@@ -120,9 +119,7 @@ def test_a_configuration_that_runs_out_of_memory_leaves_the_others_their_numbers
     found = work(job)
     first, *others = found.steps
     assert first.out_of_memory == f"all stages in one process: {NO_ROOM}"
-    assert not first.in_process_s
     assert ORDER.count(1) == fits + 1  # not tried again
-    assert [len(each.in_process_s) for each in others] == [4, 4]
     assert not any(each.out_of_memory for each in others)
     _, details = results(job, [found])
     assert [cell["out_of_memory"] for cell in details["cells"].values()] == [first.out_of_memory, "", ""]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipe_bench.experiments.paper.timed.replay import TimedActions
-from gpipe_bench.experiments.paper.timed.results import Found, Steps
+from gpipe_bench.experiments.paper.timed.results import Found, Steps, TimedActions
 from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline import Kind
@@ -43,15 +42,12 @@ def timed(
 def steps(turns: int = 2, real_s: tuple[float, ...] = (), why: str = "", **more: Any) -> Steps:
     """Of one process, which took so many turns."""
     action = timed(**more)
-    return Steps(action.partition, [action] * turns, [0.5] * turns, list(real_s), {"F": 8}, why)
+    return Steps(action.partition, [action] * turns, list(real_s), {"F": 8}, why)
 
 
 def found(*each: Steps) -> Found:
     """Of one process, whose link takes next to no time."""
-    layers_s = (0.01, 0.02, 0.01, 0.02) * 2
-    return Found(
-        each, dict.fromkeys((1, 8, 16, 32), layers_s), 1000, 1e12, {"threads": "1"}, Usage(1.0, 2.0, 1.0, 2)
-    )
+    return Found(each, 1e12, {"threads": "1"}, Usage(1.0, 2.0, 1.0, 2))
 
 
 def job_of(*configurations: Configuration, **more: Any) -> Job:

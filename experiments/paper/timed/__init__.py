@@ -1,1 +1,1 @@
-"""What the paper's timed tables share: workloads, steps measured in processes, replays, claims."""
+"""What the paper's timed tables share: workloads, steps measured in processes, replays, evidence."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -79,9 +78,13 @@ def alone(
     repeats does not count.
     """
     found, value, ahead, late = list[Seconds](), batch, _Ahead(device), list[str]()
+
+    def last(output: Any) -> Any:
+        return compute_loss(output, target)
+
     for index, layer in enumerate(layers):
         is_last = index == len(layers) - 1
-        taken = _Taken(layer, partial(_lost, compute_loss, target) if is_last else _as_it_is, value, index)
+        taken = _Taken(layer, last if is_last else lambda output: output, value, index)
         found.append(_timed(taken, ahead, repeats))
         if ahead.failed:
             late.append(str(index))
@@ -116,14 +119,6 @@ class _Ahead:
             return False
         self.failed = True
         return True
-
-
-def _lost(compute_loss: Callable[..., Tensor], target: Any, output: Any) -> Any:
-    return compute_loss(output, target)
-
-
-def _as_it_is(output: Any) -> Any:
-    return output
 
 
 def _timed(taken: _Taken, ahead: _Ahead, repeats: int) -> Seconds:

@@ -1,10 +1,11 @@
-"""What a case of timed steps comes to: numbers and details, and how far the replay errs.
+"""What a case of timed steps comes to: actions laid out on devices, numbers, and how far the replay errs.
 
-A replay leaves things out, so it errs, and mostly to one side. Some of the steps that it lays out run on real
-devices in the same rounds, and their errors say where the next one will be. Two or three steps say next to
-nothing of the next one, so each model of a timed table also takes a dozen steps with a device for each stage
-at each of several numbers of micro-batches, beside the steps that they are laid out from. No torch is needed
-to read this.
+A replay is only as good as its action times, so they come from whole steps of the pipeline (warm caches, the
+right micro-batch, one thread per stage) and keep their samples. It leaves things out, so it errs, and mostly
+to one side. Some of the steps that it lays out run on real devices in the same rounds, and their errors say
+where the next one will be. Two or three steps say next to nothing of the next one, so each model of a timed
+table also takes a dozen steps with a device for each stage at each of several numbers of micro-batches,
+beside the steps that they are laid out from. No torch is needed to read this.
 """
 
 from __future__ import annotations
@@ -12,17 +13,110 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
-from typing import Any, NamedTuple
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.experiments.paper.timed.replay import Samples, TimedActions, lay_out, shares_of
-from gpipe_bench.experiments.paper.timed.workloads import Job
+from gpipe_bench.experiments.paper.timed.workloads import NUM_MICROBATCHES, Configuration, Job
 from gpipe_bench.harness.record import Metric, Provenance, Scalar, from_samples
+from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.harness.rounds import Usage, used_by_others
-from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
+from gpipe_bench.pipeline.plan.named import SCHEDULES
+from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.planner.accelerators import P100_16
+from gpipe_bench.planner.predict import Breakdown, breakdown
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.paper.full_size import FullSize
+
+Samples = dict[tuple[int, Kind], tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class TimedActions:
+    """One configuration's action times: `samples_s` by (stage, kind), over micro-batches, steps and
+    processes.
+
+    `update_s` is the optimizer's step on each stage, `setup_s` the division of the mini-batch on the first;
+    bytes are those of one micro-batch over each of the K - 1 boundaries.
+    """
+
+    partition: tuple[range, ...]
+    num_microbatches: int
+    remat: str
+    samples_s: Samples
+    update_s: tuple[float, ...]
+    setup_s: float
+    activation_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    schedule: str = "gpipe"
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.partition)
+
+    def medians_s(self) -> dict[tuple[int, Kind], float]:
+        return {key: median(samples) for key, samples in self.samples_s.items()}
+
+    def program(self, num_microbatches: int | None = None) -> Schedule:
+        """The schedule of a step, of as many micro-batches as were timed if not said otherwise."""
+        return SCHEDULES[self.schedule](
+            self.num_stages, num_microbatches or self.num_microbatches, self.remat
+        )
+
+    def times(self, link: Link) -> dict[str, Any]:
+        """Arguments of a replay of the program."""
+        return {
+            "action_s": self.medians_s(),
+            "link": link,
+            "activation_bytes": self.activation_bytes,
+            "gradient_bytes": self.gradient_bytes,
+            "setup_s": [self.setup_s] + [0.0] * (self.num_stages - 1),
+            "update_s": self.update_s,
+        }
+
+    def to_data(self) -> dict[str, Any]:
+        """The actions as a record keeps them; times in milliseconds, medians and extremes."""
+        return {
+            "partition": [[span.start, span.stop] for span in self.partition],
+            "num_microbatches": self.num_microbatches,
+            "remat": self.remat,
+            "schedule": self.schedule,
+            "actions_ms": {
+                f"{stage}{kind.value}": {
+                    "median": 1e3 * median(samples),
+                    "low": 1e3 * min(samples),
+                    "high": 1e3 * max(samples),
+                    "samples": len(samples),
+                }
+                for (stage, kind), samples in sorted(self.samples_s.items())
+            },
+            "update_ms": [1e3 * seconds for seconds in self.update_s],
+            "setup_ms": 1e3 * self.setup_s,
+            "activation_bytes": list(self.activation_bytes),
+            "gradient_bytes": list(self.gradient_bytes),
+        }
+
+
+def lay_out(timed: TimedActions, link: Link = FREE, num_microbatches: int | None = None) -> Timeline:
+    """The step on K devices: medians of the measured actions, laid out along the schedule."""
+    return replay(timed.program(num_microbatches), **timed.times(link))
+
+
+def take_apart(timed: TimedActions, link: Link, num_microbatches: int | None = None) -> Breakdown:
+    """Shares of the laid-out step's device-seconds, by what they are spent on; they add up to exactly 1."""
+    return breakdown(timed.program(num_microbatches), **timed.times(link))
+
+
+def shares_of(timed: TimedActions, link: Link, num_microbatches: int | None = None) -> dict[str, float]:
+    """The same as plain numbers."""
+    return {part: float(share) for part, share in take_apart(timed, link, num_microbatches).shares.items()}
+
+
+# Numbers and details of a case
 
 GPU_LINK = "nvlink4"
 SHARED_MEMORY_LATENCY_S = 40e-6  # of a message between two processes; `run engine` measures it
@@ -39,7 +133,6 @@ class Steps:
 
     partition: Partition = ()
     turns: list[TimedActions] = field(default_factory=list)  # two per round, there and back
-    in_process_s: list[float] = field(default_factory=list)  # whole steps with all stages in this process
     real_s: list[float] = field(default_factory=list)  # with one stage here, the optimizer's step included
     counts: dict[str, int] = field(default_factory=dict)  # actions of a step by kind
     why: str = ""
@@ -50,9 +143,6 @@ class Found(NamedTuple):
     """Findings of one process."""
 
     steps: tuple[Steps, ...]  # in the order of the configurations
-    layers_s: dict[int, tuple[float, ...]]
-    """Forward, recomputation and backward of each layer, by micro-batch size."""
-    num_parameters: int
     copy_bytes_per_s: float
     conditions: dict[str, str]
     usage: Usage  # over all rounds
@@ -121,8 +211,6 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
         "cells": cells,
         "link": {"name": link.name, "source": link.source, "latency_s": link.latency_s,
                  "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s},
-        "layers_ms": {str(size): [1e3 * s for s in seconds] for size, seconds in found[0].layers_s.items()},
-        "num_parameters": found[0].num_parameters,
         **conditions_of(found),
     }  # fmt: skip
 
@@ -216,3 +304,100 @@ def check_ran(timeline: Timeline, schedule: Schedule, stage: int | None = None) 
         )
     kinds = [action.kind for action in found]
     return {kind.name: kinds.count(kind) for kind in Kind if kind in kinds}
+
+
+# Steps laid out over links (Table 3): over PCIe as it is, and slowed down with the computation. What a scaled
+# model on this machine and the paper's model on a P100 share is the schedule and the balance of the stages,
+# not how long a message takes beside an action. So the scaled model's link is slowed down by as much as its
+# actions are, per byte; that factor needs the P100's speed, which is modelled, and the share of its peak that
+# real programs reach, which is declared.
+
+SAME_SHARE = "PCIe, same share"
+"""What results call PCIe slowed down by `same_share`."""
+PCIE = LINKS["pcie3-host"]
+
+Rounds = Mapping[int, Sequence[TimedActions]]
+"""The turns of the steps of each K."""
+
+
+def replayed(
+    plan: Sequence[Configuration], found: Sequence[Found], paper: FullSize, batch_size: int
+) -> tuple[list[Metric], dict[str, Any]]:
+    """Actions of this machine over PCIe as it is, over PCIe slowed down as much as they are, and over a free
+    link: throughput, relative to the first K where there are such steps. `batch_size` is the paper's.
+    """
+    examples = batch_size // NUM_MICROBATCHES
+    rounds = {
+        configuration.num_stages: [replace(each, num_microbatches=NUM_MICROBATCHES) for each in timed]
+        for index, configuration in enumerate(plan)
+        if (timed := by_turn([each.steps[index] for each in found]))
+    }
+    out_of_memory = {
+        f"K={configuration.num_stages}": steps.out_of_memory
+        for configuration, steps in zip(plan, found[0].steps, strict=True)
+        if steps.out_of_memory
+    }
+    if not rounds:
+        raise MemoryError(next(iter(out_of_memory.values())))
+    share = float(str(load_reproduction().of("table3-amoebanet")["share_of_peak"].value))
+    slowed, base = _slowed(rounds, paper, examples, share), plan[0].num_stages
+    metrics, ours = list[Metric](), NUM_MICROBATCHES * plan[0].microbatch_size
+    for name, link in {"PCIe": PCIE, SAME_SHARE: slowed, "free link": FREE}.items():
+        steps_s = _steps_s(rounds, link)
+        rates = {k: [ours / step_s for step_s in several] for k, several in steps_s.items()}
+        keyed: Rates = [({"link": name, "K": k}, each) for k, each in rates.items()]
+        metrics += normalised("throughput", keyed, rates.get(base), "replayed")
+    stages = {}
+    for k, several in rounds.items():
+        whole = joined(several)
+        forward_s = mean([whole.medians_s()[stage, Kind.F] for stage in range(k)])
+        stages[f"K={k}"] = {
+            "num_stages": k, "actions": whole.to_data(), "mean_forward_ms": 1e3 * forward_s,
+        }  # fmt: skip
+    return metrics, {
+        "batch_size": ours,
+        "assumption": (
+            f"a P100's programs are taken to run at {share:.0%} of its arithmetic, and no faster than its "
+            "memory allows"
+        ),
+        "judged": SAME_SHARE,
+        "stages": stages,
+        "slowed_link": {"latency_s": slowed.latency_s, "bandwidth_bytes_per_s": slowed.bandwidth_bytes_per_s},
+        "counts": {f"K={c.num_stages}": found[0].steps[i].counts for i, c in enumerate(plan)},
+        "out_of_memory": out_of_memory,
+        **conditions_of(found),
+    }
+
+
+def _steps_s(rounds: Rounds, link: Link) -> dict[int, list[float]]:
+    return {k: [lay_out(timed, link).makespan_s for timed in several] for k, several in rounds.items()}
+
+
+def _slowed(rounds: Rounds, paper: FullSize, examples: int, share_of_peak: float) -> Link:
+    """PCIe for this machine's model: see `same_share`. Times are those of all stages, bytes of all cuts, the
+    paper's those of a micro-batch in float32 on a P100, whose stages have even forwards.
+    """
+    layers = paper.seconds(P100_16, "float32", examples, share_of_peak)
+    forward_s = [layer.forward for layer in layers]
+    theirs_s = 2 * sum(forward_s) + sum(layer.backward for layer in layers)
+    slower, larger = [], []
+    for num_stages, several in rounds.items():
+        timed = joined(several)
+        ends = [stage.stop - 1 for stage in partition(forward_s, num_stages)[:-1]]
+        slower.append(sum(timed.medians_s().values()) / theirs_s)
+        sent = sum(paper.sent_bytes(end, examples, "float32") for end in ends)
+        larger.append(sum(timed.activation_bytes) / sent)
+    return same_share(PCIE, mean(slower), mean(larger))
+
+
+def same_share(link: Link, slower: float, larger: float) -> Link:
+    """The link over which messages take the share of the time that they take over `link`, for a model whose
+    actions take `slower` times as long and whose messages are `larger` times as large.
+    """
+    return Link(
+        f"{link.name}, same share of the time",
+        link.latency_s * slower,
+        link.bandwidth_bytes_per_s * larger / slower,
+        link.shares_directions,
+        source=f"{link.name} ({link.source}), slowed down with the computation",
+    )

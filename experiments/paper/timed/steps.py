@@ -23,8 +23,14 @@ from torch import nn
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
 from gpipe_bench.experiments.paper.timed.layers import layer_seconds
-from gpipe_bench.experiments.paper.timed.replay import TimedActions
-from gpipe_bench.experiments.paper.timed.results import Found, Steps, check_ran, results, samples_of
+from gpipe_bench.experiments.paper.timed.results import (
+    Found,
+    Steps,
+    TimedActions,
+    check_ran,
+    results,
+    samples_of,
+)
 from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.environment import usable_cores
 from gpipe_bench.harness.experiment import Outcome, RunOptions
@@ -55,7 +61,7 @@ def measure(job: Job) -> list[Found]:
     """
     found: list[Found] = run_processes(work, num_devices(job.device), job, device=job.device)
     steps = found[0].steps  # processes give up together
-    if all(each.out_of_memory and not (each.turns or each.in_process_s or each.real_s) for each in steps):
+    if all(each.out_of_memory and not (each.turns or each.real_s) for each in steps):
         raise MemoryError(steps[0].out_of_memory)
     return found
 
@@ -141,8 +147,6 @@ def work(job: Job) -> Found:
             timed[index].found if index in timed else Steps(out_of_memory=too_large[each.microbatch_size])
             for index, each in enumerate(job.configurations)
         ),
-        layers_s,
-        training.num_parameters,
         copy_bandwidth(training.device),
         conditions(),
         used,
@@ -171,7 +175,6 @@ class Training:
         self.job, self.device = job, devices.current(job.device)
         model = job.workload.build(self.device, seed=job.seed)
         self.layers: Sequence[nn.Module] = list(model)
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.loss = job.workload.loss()
         self._optimizers = [optimizer_of(layer) for layer in self.layers]
 
@@ -241,7 +244,7 @@ class TimedConfiguration:
                 continue
             del self._engines[where]
             if where == ALONE:
-                found.turns, found.in_process_s, found.counts = [], [], {}
+                found.turns, found.counts = [], {}
             else:
                 found.real_s = []
             found.out_of_memory = "; ".join(filter(None, [found.out_of_memory, f"{where}: {ran_out}"]))
@@ -249,10 +252,8 @@ class TimedConfiguration:
 
     def _take_alone(self, keep: bool) -> None:
         found = self.found
-        step_s, timeline = self._step(ALONE)
+        _, timeline = self._step(ALONE)
         update_s = tuple(self._training.update_s(span) for span in found.partition)
-        if keep:
-            found.in_process_s.append(step_s)
         if timeline is not None:
             found.counts = check_ran(timeline, self._program)
             if keep:

@@ -268,9 +268,16 @@ def trial(tell: Tell, name: str, place: str, chosen: Sequence[int]) -> list[tupl
         say(index, None)
         rows = examine(name, GROUPS[index], place)
         say(index, rows)
-        if GROUPS[index] == BASE and not are_right(rows):
+        if GROUPS[index] == BASE and not _everywhere(are_right(rows)):
             break
     return told
+
+
+def _everywhere(is_right: bool) -> bool:
+    """Whether all processes say so: one that went on alone would wait for the others."""
+    said: list[bool] = [True] * dist.get_world_size()
+    dist.all_gather_object(said, is_right)
+    return all(said)
 
 
 def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = False) -> list[Row]:

@@ -11,8 +11,8 @@
 A number that nobody answers is a row too ("not run"), so leaving numbers out makes no table look better. What
 is predicted for the paper's accelerators and what was found here are rows of their own: neither fills in for
 the other. What the paper says in words ("almost linear") names a threshold that it does not give: some values
-satisfy the sentence however it is meant and some under one reading only. Numbers of different surroundings
-may not be comparable at all; which differ is said here too.
+satisfy the sentence however it is meant and some under one reading only. Numbers from different environments
+may not be comparable; `differences` lists the fields.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from gpipe_bench.harness.verdict import (
     Verdict,
 )
 
-# Differences in these make two numbers hard to compare; load and free memory differ between any two runs. So
-# does the digest of all sources: what of them a result depends on is said by the experiment's revision.
+# Differences in these make two numbers hard to compare; load, free memory and the digest of all sources
+# always differ, so they are left out. The experiment's revision says which code counts.
 COMPARABLE_FIELDS = (
     "cpu_model", "cores_logical", "affinity", "memory_total_gib", "cgroup_cpus", "gpus", "gpu_numerics",
     "gpu_driver", "torch_threads", "python", "versions", "variables",

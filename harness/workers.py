@@ -35,7 +35,7 @@ MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
 
 
 def sensible_jobs() -> int:
-    """Cases at the same time that a machine takes without being asked: one per core, not too many."""
+    """The default number of cases that run at once: one per core, at most `MOST_JOBS`."""
     return min(usable_cores(), MOST_JOBS)
 
 
@@ -74,7 +74,7 @@ class Workers(Here):
             return decode(
                 pool.submit(_encoded, self._experiment, case, self._options, self._command).result()
             )
-        except RuntimeError:  # the process has ended, or all have been told to
+        except RuntimeError:  # the process has ended, or `stop` ended all
             del self._mine.pool
         if self._stopped:
             raise StoppedError
@@ -108,9 +108,9 @@ def _lost(case: Case, options: RunOptions) -> NoReturn:
 
 def _prepare() -> None:
     """Prepares a process before its first case."""
-    started(signal.SIG_IGN)  # at the keyboard it is meant for the run, which ends us
+    started(signal.SIG_IGN)  # Ctrl-C is meant for the run, which ends this process
     if hasattr(os, "setsid"):
-        os.setsid()  # and so it is for whatever a case starts
+        os.setsid()  # nor does Ctrl-C reach a case's children
     os.dup2(2, 1)  # standard output is for the run's results
     threading.Thread(target=_end_with_the_run, daemon=True).start()
 
@@ -190,7 +190,7 @@ def _outcome(experiment: Experiment, case: Case, options: RunOptions) -> Outcome
             return _failed(error)
         reason = _first_line(memory)
         details = {"traceback": printable(traceback.format_exc())}
-    gc.collect()  # only here are the frames gone that held it
+    gc.collect()  # the frames that held memory are gone now
     torch = sys.modules.get("torch")
     if torch is not None:
         with contextlib.suppress(RuntimeError):  # a device that is lost has nothing to give back
@@ -209,11 +209,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def memory_error(error: BaseException) -> BaseException | None:
-    """The out-of-memory error that this is, was raised from or tells of; torch's by name, without importing
-    it.
-
-    That of another process arrives as text, and a library that finds no room for its own workspace has words
-    of its own.
+    """The out-of-memory error that `error` is, was raised from or reports. Torch's is found by name, without
+    an import. One from another process is text, and libraries word a lack of workspace in their own way.
     """
     seen: BaseException | None = error
     while seen is not None:

@@ -203,9 +203,8 @@ def link_within(device_type: str) -> Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Which link lies between which ranks, where a grid has the first ranks of the machines.
-
-    `sums`, where it is known, is what sums over replicas take in the place of the links between them.
+    """Which link connects which ranks; a grid takes the machines' first ranks. `sums`, if known, replaces the
+    links between replicas in sums over them.
     """
 
     request: Request
@@ -214,7 +213,7 @@ class Topology:
 
     @cache  # noqa: B019
     def ring(self, name: str) -> Link:
-        """Around a dimension: as slow as the slowest hop of all such rings."""
+        """The link of rings along a dimension: the slowest hop of them all."""
         if self.sums is not None and name in ("dp", "fsdp"):
             return self.sums
         stride, size = self._stride(name), getattr(self.grid, name)
@@ -270,9 +269,9 @@ class Topology:
 
 
 # What may be chosen: grids, schedules, numbers of micro-batches. The accelerators are divided in every way
-# into pipelines, replicas and those that share a layer. What no sensible step has is left out here and
-# nowhere else: naive pipelines, schedules of one worker but 1F1B, which then is gradient accumulation, and
-# halves of backwards where parameters are sharded between actions.
+# into pipelines, replicas and those that share a layer. Only this module leaves out what is never sensible:
+# naive pipelines; with one worker, all schedules but 1F1B (gradient accumulation); split backwards where
+# parameters are resharded between actions.
 
 MOST_ACTIONS = 200_000
 """Most actions of a schedule that is tried; longer schedules differ from shorter ones by their ends only."""

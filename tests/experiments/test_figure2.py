@@ -1,4 +1,4 @@
-"""Figure 2's algebra and counting, and how variants in turns are judged."""
+"""Tests Figure 2's formulas and counts, and verdicts on timed variants."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def found(ours: list[float], **details: Any) -> Found:
 
 
 def case(*of_takes: list[float], again: bool = True, status: str = "done") -> tuple[Outcome, list[int]]:
-    """A case whose processes find these samples of ours, one after another, and the rounds asked for."""
+    """The outcome of a case whose n-th take gives the n-th samples, and each take's rounds."""
     asked: list[int] = []
 
     def take(rounds: int) -> list[Found]:

@@ -1,5 +1,5 @@
-"""Checkpoints are data: whatever a file holds, loading it runs nothing. They are whole: a save ends or is
-killed with the version of before or the new one in its folder, a load loads all or changes nothing.
+"""Checkpoints are data: whatever a file holds, loading it runs nothing. They are whole: a finished or killed
+save leaves the old or the new version in its folder; a load loads all or changes nothing.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def test_a_load_with_gradients_loads_the_optimizer_too(tmp_path):
 
 
 def test_saving_before_the_first_step_changes_nothing_and_loads_as_nothing(tmp_path):
-    """A parameter that has no gradient yet has no state; it gets none when another run has one for it."""
+    """A parameter that has no gradient yet has no state; a load drops the one that a trained run has."""
     run = fresh()
     before = everything(*run)
     checkpoint.save(tmp_path, *run)
@@ -239,7 +239,7 @@ def test_groups_and_a_scheduler_go_on_with_another_number_of_stages(tmp_path):
 
 
 def mark(pipeline, optimizer, number):
-    """A version of which every part says which it is."""
+    """Sets every part of a run to `number`."""
     with torch.no_grad():
         for value in pipeline.state_dict().values():
             value.fill_(number)
@@ -266,7 +266,7 @@ def version(folder):
 
 
 def only_version(folder):
-    """The same; nothing may be left of another: there is the index and what it names."""
+    """As `version`, and the folder holds only the index and the files it names."""
     named = {place.relative_path for place in FileSystemReader(folder).read_metadata().storage_data.values()}
     assert {path.name for path in folder.iterdir()} == {".metadata", *named}
     return version(folder)
@@ -276,8 +276,8 @@ CHANGES = {"open", "mkdir", "write", "flush", "fsync", "rename", "replace", "unl
 
 
 def kill_before(point, name=None):
-    """Ends this process before its n-th call of the system that may change files, or the n-th of one kind; of
-    the many writes every 100th counts.
+    """Kills this process before its `point`-th file-changing call, or its `point`-th call of `name`; only
+    every 100th write counts.
     """
     calls, writes = 0, 0
 
@@ -318,7 +318,7 @@ def status_of(child):
 
 @pytest.mark.parametrize("full", [False, True], ids=["new folder", "over another version"])
 def test_a_save_killed_at_any_call_leaves_the_version_before_or_the_new_one(tmp_path, full):
-    """And the next one leaves nothing else. The first number past all calls ends the test."""
+    """And the next save leaves no other file. The test ends when no call is left to kill."""
     folder, pair = tmp_path / "a" / "checkpoint", fresh(kind=sgd)
     before, found = None, set()
     for point in range(1, 1000):

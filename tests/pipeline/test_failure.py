@@ -1,6 +1,6 @@
-"""Ranks that fail: the same error on every rank, within seconds although the time-out is longer; and what is
-said where it cannot be told. A rank that is killed or stopped, each way over one transport, ends all others,
-which say who it was.
+"""Tests failing ranks: all raise the same error within seconds, though the time-out is longer; and what is
+said if the cause is unknown. A killed or stopped rank ends all others, which name it; each way is tested over
+one transport.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class TooLarge(nn.Linear):
 
 
 def a_build_that_fails_on_one_rank() -> None:
-    """The others don't wait for it, and the next build succeeds. Where it never began, it hears how that
-    ended when it begins at last.
+    """The others don't wait for it, and the next build succeeds. A rank that begins too late gets the error
+    of the build it missed.
     """
     ranks = Ranks()
     is_mine = ranks.rank == 2
@@ -249,7 +249,7 @@ def test_an_error_of_a_collective_is_no_failure_of_the_action() -> None:
     ],
 )
 def test_a_store_that_cannot_be_asked(host: int | None, silent: bool, wanted: tuple[int, str]) -> None:
-    """Is its host's failure, if that is a rank; a neighbour knows in which action."""
+    """Blames the rank that hosts it, if any; the peer's error gives the action."""
     broken = mock.Mock(side_effect=StoreError("is not there", silent=silent))
     names = ("get", "set_first")
     keys: Any = SimpleNamespace(host=host, is_in_rank=host is not None, **dict.fromkeys(names, broken))
@@ -271,8 +271,8 @@ END = "before closing"  # nobody needs the rank any more
 
 @dataclass(frozen=True)
 class Fault:
-    """Rank `rank` is killed, or stopped, which closes no connection. `place` is an action such as `1R2`, met
-    in training step `step`, or one around the steps. With `dp` it is one of a grid.
+    """Rank `rank` is killed, or stopped (connections stay open). `place` is an action of training step
+    `step`, such as `1R2`, or a moment outside the steps. `dp` is the number of replicas.
     """
 
     kind: str
@@ -350,7 +350,7 @@ class Bomb:
             self.at(str(self.action))
 
     def inside(self) -> AbstractContextManager[object]:
-        """Meanwhile the first call of the fault's place is its end."""
+        """In it, the function `INSIDE` names triggers the fault."""
         if self.fault.place not in INSIDE:
             return nullcontext()
         owner, name = INSIDE[self.fault.place]

@@ -1,5 +1,5 @@
-"""Micro-batches and any pytree: how they are split, sent on and refused. That models with them train is seen
-in `test_transparency`.
+"""Tests how micro-batches, which may be any pytree, are split, sent and refused. `test_transparency` trains
+models with them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TREES: dict[str, Any] = {
 
 
 def with_tensors(tree: Any) -> Any:
-    """The tree with a tensor of its own wherever the class stands."""
+    """The tree, each `Tensor` class replaced by a new tensor."""
     leaves, spec = _pytree.tree_flatten(tree, lambda node: isinstance(node, torch.Size))
     found = [torch.randn(4, 2) if leaf is Tensor else leaf for leaf in leaves]
     return _pytree.tree_unflatten(found, spec)
@@ -76,7 +76,7 @@ def test_structures_are_equal_only_if_everything_is() -> None:
     for i, one in enumerate(trees):
         for j, other in enumerate(trees):
             assert (flatten(one)[1] == flatten(other)[1]) == (i == j), (one, other)
-    assert Constant(1) not in (Constant(True), Constant(1.0))  # also where hashes happen to be the same
+    assert Constant(1) not in (Constant(True), Constant(1.0))  # even where the hashes are equal
 
 
 def test_a_repeated_tensor_travels_once() -> None:

@@ -1,4 +1,4 @@
-"""What fits: the smallest peak, what is held back, what divided layers hold, and that each remedy is one."""
+"""Tests which plans fit: the smallest peak, reserved memory, divided layers, and that remedies work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)
 
 
 def test_a_plan_fits_into_the_smallest_peak() -> None:
-    """Whatever the schedule: the smallest peak is that of a plan, with the buffers of its messages."""
+    """For every schedule, a plan fits into the smallest peak, message buffers included."""
     model, request = planned("plain", 4), replace(REQUEST, batch_size=4)
     for space in (Space(), Space(pp=(2,), schedules=("1f1b",), sharded=False), Space(schedules=("v-half",))):
         least = smallest(model, request, space)
@@ -120,7 +120,7 @@ def test_bytes_alone_and_a_plan_agree(capsys: pytest.CaptureFixture[str]) -> Non
         peaks.append(error.split("smallest peak is ")[1].split(" GiB")[0])
         remedy = float(error.strip().split("--memory-gib ")[1])
         assert float(peaks[-1]) + 1.5 <= remedy <= float(peaks[-1]) + 1.52
-    assert float(peaks[1]) <= float(peaks[0])  # which recomputes everything if nobody says
+    assert float(peaks[1]) <= float(peaks[0])  # a plan recomputes everything by default
 
 
 def test_microbatches_that_a_model_cannot_take_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:

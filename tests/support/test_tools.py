@@ -73,7 +73,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def test_every_line_names_a_test_that_is_there() -> None:
-    """A file may have gone, or a test may have another name now, and would be back in the first tier."""
+    """A renamed or moved test would otherwise silently be back in the first tier."""
     named = {line.removeprefix("!").partition("[")[0] for line in patterns()}
     there = {str(path.relative_to(FOLDER)) for path in FOLDER.glob("*/test_*.py")}
     there |= {name for path in FOLDER.glob("*/test_*.py") for name in names_in(path)}

@@ -1,15 +1,14 @@
 """Seconds of single layers, by which a timed model is cut into stages.
 
-A pipeline of single layers would keep the boundaries of all its micro-batches: 71 GiB of ResNet-101 with its
-370 layers, where training it takes six. So a layer gets what the one before it gave, and that is dropped when
-it is done. A layer is called as a stage calls it: its inputs enter the graph as those of a stage do, and the
-gradients that come in are made before.
+A pipeline with one layer per stage would keep each layer's input for all micro-batches: 71 GiB for
+ResNet-101's 370 layers; training needs six. So layers run in order, and each input is dropped after use. A
+layer is called as a stage calls it: its inputs enter the graph as those of a stage do, and the gradients that
+come in are made before.
 
 A GPU does many a layer sooner than Python can ask for it. So it is kept busy before each repeat for as long
-as the host needs to ask (`devices.hold`), and what is timed is the device's time. A GPU whose clock has risen
-since its first use is held for a shorter time than was asked for: where it had begun when the host had asked
-for all, it is held longer and the repeat is taken again, and a warning names the layers for which that did
-not help.
+as the host needs to ask (`devices.hold`), and what is timed is the device's time. A GPU whose clock rose
+since its first use is held too briefly. If it starts before the host has launched a whole repeat, the repeat
+runs again with a longer hold; a warning names the layers for which that did not help.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from gpipe_bench.pipeline.stage.tensors import MicrobatchState
 from gpipe_bench.pipeline.stage.trees import Message, flatten, split, tensors_of
 
 REPEATS = 4  # the first warms up
-AHEAD, MOST_AHEAD_S = 1.5, 0.5  # of what a repeat takes the host to ask for
-LONGER, MOST_TIMES = 2.0, 16.0  # than that, where the device had begun when the host had asked for all
+AHEAD, MOST_AHEAD_S = 1.5, 0.5  # x the host's launch time; longest hold
+LONGER, MOST_TIMES = 2.0, 16.0  # factor by which a hold that was too short grows, and its maximum
 KINDS = (Kind.F, Kind.R, Kind.B)
 
 Seconds = dict[Kind, float]
@@ -111,7 +110,7 @@ class _Ahead:
         devices.hold(self.device, self.times * min(AHEAD * asked_s, MOST_AHEAD_S))
 
     def was_enough(self, started: int | torch.Event) -> bool:
-        """Whether the device is still busy; `started` is the mark behind what it was busy with."""
+        """Whether the device is still held; `started` is the mark recorded after the hold."""
         if isinstance(started, int) or not started.query():
             return True
         if self.times < MOST_TIMES:

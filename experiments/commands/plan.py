@@ -171,7 +171,8 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
         if form != "script":
             how = f"--script {NAME} --format {form} plans for it and writes it"
         how += f" (--format {', '.join(others)}: for others)" if others else ""
-        parts.append(f"{how if form else 'no format here writes it'}; start it with\n\n{command}")
+        how = fill(f"{how if form else 'no format here writes it'}; start it with", WIDTH)
+        parts.append(f"{how}\n\n{command}")
     return "\n\n".join(part for part in parts if part)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -76,19 +75,6 @@ def points(unknown: Unknown) -> tuple[Value, ...]:
         return unknown.allowed
     low, high = unknown.range
     return (low, math.sqrt(low * high), high)
-
-
-def steps_from_middle(values: Sequence[Value]) -> tuple[int, ...]:
-    """For each value, the number of steps from the middle, by a rule that does not depend on results.
-
-    The middle of numbers is the lower middle of the list, then come the next larger, the next smaller and so
-    on; of words it is the first. Of a range it is the geometric middle, which stands between the ends.
-    """
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return tuple(range(len(values)))
-    middle = (len(values) - 1) // 2
-    order = sorted(range(len(values)), key=lambda place: (abs(place - middle), place < middle))
-    return tuple(order.index(place) for place in range(len(values)))
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):

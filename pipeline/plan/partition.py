@@ -10,8 +10,8 @@ exact minimal bottleneck.
                                    rule "variance":   minimise sum of (stage cost - mean)^2
                                    rule "cumulative": layer i goes to stage floor(K * share of costs[:i + 1])
 
-Costs of stages that are no sums over layers, such as the peak memory of a stage, have functions of their own
-(`partition_by`, `leanest`). Nothing is assumed of them: adding a layer may even make a stage cheaper, where
+Costs of stages that are no sums over layers, such as the peak memory of a stage, have a function of their own
+(`partition_by`). Nothing is assumed of them: adding a layer may even make a stage cheaper, where
 it moves the cut to a thinner boundary.
 
 Costs of layers are added as integers (a float is an integer over a power of two), so that equal ones compare
@@ -203,36 +203,6 @@ def can_partition_by(
         return True
     edges = _edges_under(stage_cost, bound, num_stages, cap)
     return bool(_suffix_counts(edges, num_layers, cap)[0] >> num_stages & 1)
-
-
-def leanest(stage_cost: Callable[[int, int, int], int], num_layers: int, num_stages: int) -> Partition:
-    """Minimise the largest ``stage_cost(stage, start, stop)`` over all splits, whatever the costs are.
-
-    For stages of which each holds something else, as under 1F1B, where the first keeps K micro-batches and
-    the last one. Every stage is looked at, so this is for models of dozens of layers.
-    """
-    check_counts(num_layers, num_stages)
-    least: dict[int, tuple[int, int]] = {num_layers: (0, num_layers)}  # from a layer on: cost, next start
-    tables = []
-    for stage in range(num_stages - 1, -1, -1):
-        starts = range(stage, num_layers - (num_stages - stage) + 1) if stage else range(1)
-        found = {}
-        for start in starts:
-            # The later stop wins a tie, hence more layers in earlier stages.
-            cost, stop = min(
-                (max(stage_cost(stage, start, stop), rest), -stop)
-                for stop, (rest, _) in least.items()
-                if stop > start
-            )
-            found[start] = (cost, -stop)
-        least = found
-        tables.append(found)
-    stages, start = [], 0
-    for table in reversed(tables):
-        stop = table[start][1]
-        stages.append(range(start, stop))
-        start = stop
-    return tuple(stages)
 
 
 def _reachable_cap(

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise
-from random import Random
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from gpipe_bench.pipeline.plan.partition import (
     Partition,
     can_partition_by,
     cumulative_shares,
-    leanest,
     partition_by,
 )
 
@@ -134,28 +132,6 @@ def test_the_papers_deepest_model_is_partitioned(rule: str) -> None:
     """Work that grew faster than layers times stages would take minutes."""
     costs = [65.5e6, *[50358272.0 + 3 * (layer % 7) for layer in range(1663)], 131e6]
     assert_covers(partition(costs, 128, rule), 1665, 128)
-
-
-@settings(max_examples=60)
-@given(st.integers(1, 6), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_leanest_equals_brute_force_whatever_stages_cost(layers: int, stages: int, random: Random) -> None:
-    if stages > layers:
-        with pytest.raises(ValueError, match=f"use at most {layers}"):
-            leanest(lambda *_: 0, layers, stages)
-        return
-    cost = {
-        (stage, start, stop): random.randrange(20)
-        for stage in range(stages)
-        for start in range(layers)
-        for stop in range(start + 1, layers + 1)
-    }
-
-    def largest(split: Partition) -> int:
-        return max(cost[stage, each.start, each.stop] for stage, each in enumerate(split))
-
-    found = leanest(lambda *where: cost[where], layers, stages)
-    assert_covers(found, layers, stages)
-    assert largest(found) == min(map(largest, all_splits(layers, stages)))
 
 
 PROFILER = Profiler()

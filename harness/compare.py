@@ -8,11 +8,11 @@
         above                        |---|            ours lies beyond it
         below     |--|
 
-A number that nobody answers is a row too ("not run"), so leaving numbers out makes no table look better. What
-is predicted for the paper's accelerators and what was found here are rows of their own: neither fills in for
-the other. What the paper says in words ("almost linear") names a threshold that it does not give: some values
-satisfy the sentence however it is meant and some under one reading only. Numbers from different environments
-may not be comparable; `differences` lists the fields.
+A number that nobody answers is a row too ("not run"), so leaving numbers out makes no table look better. A
+prediction for the paper's accelerators and a result from this machine answer different questions, so each has
+its own row. Words such as "almost linear" imply a limit that the paper does not give: some values keep every
+plausible limit, others only some of them (`undecided`). Numbers from different environments may not be
+comparable; `differences` lists the fields.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def narrow(low: float, high: float) -> bool:
 
 
 def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
-    """The fields of a comparison that the verdict decides, but for those that nothing is known of."""
+    """The verdict, its reason and the fields computed with them; unknown ones are left out."""
     metric, found = ours.metric, ours.range
     if metric is None or metric.value is None or found is None:
         if ours.status == "out_of_memory":
@@ -220,7 +220,7 @@ def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
 
 
 def _verdict(kind: str, allowed: Allowed, low: float, high: float, *, is_narrow: bool) -> Verdict:
-    """What is computed is too wide by its error alone, as results/reproduction.toml declares."""
+    """A computed range counts as narrow: all its width is a declared error."""
     edges = (low, high, allowed.possible_low, allowed.possible_high)
     slack = ULP * max(abs(edge) for edge in edges if math.isfinite(edge))
     if low > allowed.possible_high + slack:

@@ -1,7 +1,7 @@
-"""How two ways of doing the same are timed on a machine that does other things too.
+"""Times alternative ways to do one thing on a machine that runs other programs too.
 
 Timings taken at different times differ: if one is measured after the other, equal code often looks different.
-So all arms take turns, and every round runs them there and back in an order drawn anew:
+So all ways (arms) take turns: a round runs them in a new random order, there and back:
 
     round 1   A B C   C B A
     round 2   C A B   B A C
@@ -49,7 +49,7 @@ def repeats_for(step_s: Sequence[float], sample_s: float = SAMPLE_S) -> int:
 
 
 def slowest(of_ranks: Sequence[Times]) -> dict[str, list[float]]:
-    """A step takes as long as its slowest process."""
+    """Each sample's maximum over the processes."""
     return {
         arm: [max(samples) for samples in zip(*(times[arm] for times in of_ranks), strict=True)]
         for arm in of_ranks[0]
@@ -66,7 +66,7 @@ def level(samples: Sequence[float], what: str) -> float:
 
 
 def ratios(times: Times, numerator: str, denominator: str, factor: float = 1.0) -> list[float]:
-    """`factor` * numerator / denominator in each round: the difference of their levels, as a factor."""
+    """`factor` * numerator / denominator in each round: the ratio of their geometric means."""
     pairs = zip(_levels(times, numerator), _levels(times, denominator), strict=True)
     return [factor * math.exp(a - b) for a, b in pairs]
 

@@ -66,7 +66,7 @@ class Workers(Here):
         self._stopped = False
 
     def execute(self, case: Case) -> Record:
-        """The record; a process that ends meanwhile makes it a failed one. Raises StoppedError."""
+        """The record, failed if its process dies. Raises StoppedError after `stop`."""
         if not hasattr(self._mine, "pool"):
             self._mine.pool = self._start()
         pool: ProcessPoolExecutor = self._mine.pool
@@ -210,7 +210,7 @@ def _first_line(error: BaseException) -> str:
 
 def memory_error(error: BaseException) -> BaseException | None:
     """The out-of-memory error that `error` is, was raised from or reports. Torch's is found by name, without
-    an import. One from another process is text, and libraries word a lack of workspace in their own way.
+    an import. Those of other processes and of libraries are found by their text (`_NO_MEMORY`).
     """
     seen: BaseException | None = error
     while seen is not None:

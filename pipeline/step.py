@@ -1,4 +1,4 @@
-"""One mini-batch through the stages of this process: divided, run, and ended on every rank whatever happens.
+"""Runs one mini-batch through this process's stages; even a failure ends the step on every rank.
 
 Nothing is decided here: the schedule says what happens in which order, the stages know how, the transport
 moves what has to move. What is left is a loop (`run`) over what `prepare` has looked up once. Unlike a
@@ -134,8 +134,8 @@ class Steps:
             self._turn.release()
 
     def refused(self, error: T) -> T:
-        """Returns `error`, which bad arguments caused, after telling the other ranks, which may have begun,
-        not to wait.
+        """Tells the other ranks, which may have begun, not to wait; returns `error`, which bad arguments
+        caused.
         """
         if self._ranks is not None:
             self._give_up(error)

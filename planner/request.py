@@ -136,7 +136,7 @@ class Request:
 
     @property
     def accelerated(self) -> bool:
-        """Whether messages go from device to device; what is timed here are processes of this host."""
+        """Whether the plan is for a named accelerator, not for layers timed on this host."""
         return self.device_type != MEASURED
 
     @property
@@ -252,8 +252,8 @@ class Topology:
         return prod(getattr(self.grid, each) for each in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
 
     def _by_cards(self, link: Link, together: int) -> Link:
-        """A link between hosts as one of `together` neighbours has it that send at the same time: a host has
-        its cards for all of them, and one alone has as many as its ring passes accelerators there.
+        """A link between hosts, as seen by one of `together` ranks that send at the same time: the ranks of a
+        host share its network cards evenly, and one that sends alone has them all.
         """
         share = self.request.cards_per_host / min(together, self.request.per_host)
         if link is not self.request.between or share == 1:
@@ -282,15 +282,12 @@ class Space:
     """Limits to what is tried; by default there are none but on tensor parallelism, which needs a plan.
 
     Args:
-        schedules: names of `pipeline.plan.named.NAMED`
-        possible: those that may be chosen where nobody names any; a refusal offers them
-        microbatches: M; None for every one that divides the mini-batch
-        pp, tp: sizes of these dimensions; None for every one that divides the accelerators
-        least_examples: of a micro-batch
-        remats: what stages may recompute
-        sharded: whether parameters may be sharded (fsdp)
-        sharded_stages: whether those of a pipeline's stages may be, too
-        fewer: whether accelerators may be left over: all but some hosts, or all but a part of one
+        schedules: names of `pipeline.plan.named.NAMED` possible: those that may be chosen where nobody names
+        any; a refusal offers them microbatches: M; None for every one that divides the mini-batch pp, tp:
+        sizes of these dimensions; None for every one that divides the accelerators least_examples: of a
+        micro-batch remats: what stages may recompute sharded: whether parameters may be sharded (fsdp)
+        sharded_stages: whether those of a pipeline's stages may be, too fewer: whether a plan may use only
+        some of the hosts, or only a part of one
 
     Raises:
         ValueError: an unknown schedule or `remat`.
@@ -362,7 +359,7 @@ def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
 
 
 def splits_some(request: Request, space: Space) -> bool:
-    """Whether some way has backwards in halves; its profiles then say of all ways what they hold."""
+    """Whether some way splits its backward; profiles then cover the halves for all ways."""
     return space.pp != (1,) and not request.compiled and any(map(splits, space.schedules))
 
 

@@ -1,10 +1,10 @@
 """Compiles each layer of a stage on its own with torch.
 
-Each on its own, because two things must stay outside the code: a layer's random stream, and the cuts, which
-may lie anywhere and must not change a bit. A layer is compiled whole or not at all, and always in the form
-that a backward needs: the forward of re-materialization and its recomputation are then the same program,
-which makes them the same numbers. What cannot be compiled runs as it is, with a warning that says why; so do
-inputs of more sizes than torch keeps code for; sizes with code still use it.
+Not together, because each layer's random stream is set outside its code, and because a cut between any two
+layers must not change a bit. A layer is compiled whole or not at all, and always in the form that a backward
+needs: the forward of re-materialization and its recomputation are then the same program, which makes them the
+same numbers. What cannot be compiled runs as it is, with a warning that says why; so do inputs of more sizes
+than torch keeps code for; sizes with code still use it.
 
 `signature` tells whether two layers are the same one, so that each is compiled, or profiled, once. `repr` is
 not enough: it leaves out attributes that a module does not print. Here every attribute counts.
@@ -75,8 +75,8 @@ class Compiled:
         self._program = None if self.normalizes else _program(_kind(layer), compilation)
 
     def __call__(self, value: Any, **constants: Any) -> Any:
-        """Calls the layer. Without a graph, the tensors of the result that would need a gradient are still
-        marked so, and the next layer is called as it would be with a graph.
+        """Calls the layer. Without a graph, result tensors that would need a gradient are still marked so;
+        the next layer then runs the same program as with one.
         """
         if torch.is_grad_enabled():
             return self._run(value, constants)
@@ -178,7 +178,7 @@ def signature(layer: nn.Module) -> object:
     """A hashable value that is equal for layers of the same configuration.
 
     Made of each submodule's type, attributes and tensor shapes; an attribute that cannot be compared by value
-    makes layers differ, so that a mistake costs time, not truth.
+    makes layers differ: at worst, one is compiled twice.
     """
     return tuple(
         (
@@ -199,7 +199,7 @@ def signature(layer: nn.Module) -> object:
 
 
 class Same:
-    """Equal to itself alone; keeps the object, so that no other can take its identity."""
+    """Compares `value` by identity; holds it, so that its id is not reused."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

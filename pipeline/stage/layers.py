@@ -86,7 +86,7 @@ class LayerRunner:
             calls = [self._portals.around(i, call) for i, call in enumerate(calls)]
         place, found = self.first_layer, []
         for layer, call in zip(self.layers, calls, strict=True):
-            # In each step anew: hooks come and go.
+            # Each step, since hooks may change.
             found.append((call, layer_key(self.seed, step, place) if may_draw(layer) else None))
             place += 1
         self._calls = found
@@ -188,10 +188,10 @@ class LayerRunner:
 class Arriving:
     """The mini-batch or its targets on their way to `device`; taking a micro-batch makes the device wait.
 
-    A micro-batch that is fetched when its forward begins holds up the host, which could enqueue what follows.
-    So all are sent when the step begins, one after another beside what the device computes, and each is
-    waited for by the device where it is first used. With `once`, a taken micro-batch is forgotten here; its
-    taker keeps it.
+    Copying a micro-batch when its forward begins would block the host, which could enqueue more work. So all
+    are sent when the step begins, one after another beside what the device computes, and each is waited for
+    by the device where it is first used. With `once`, a taken micro-batch is forgotten here; its taker keeps
+    it.
     """
 
     def __init__(
@@ -264,8 +264,8 @@ _RANDOM_KINDS = (
 def may_draw(layer: Callable[..., Any]) -> bool:
     """Whether a layer or a loss as it is now may draw random numbers, in any mode and with any probability.
 
-    False only for the losses of `torch.nn.functional`, and if it is built of modules of `torch.nn` alone,
-    none of which can draw, and there are no hooks; the forward of any other class could call anything.
+    False only for the losses of `torch.nn.functional`, and for modules made of `torch.nn` classes that cannot
+    draw and have no hooks; any other forward could call anything.
     """
     if not isinstance(layer, nn.Module):
         name = getattr(layer, "__name__", "")

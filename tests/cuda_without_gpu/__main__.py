@@ -69,7 +69,7 @@ WALKS = (
     Walk.whole(4, 24.0),
     Walk.whole(8, H100_GIB),
 )
-"""On one device, memory grows: steps that finished with less are kept, and only the rest runs."""
+"""One-device walks are sorted by memory: a step that finished with less is not run again."""
 
 
 def main() -> int:

@@ -116,7 +116,7 @@ def test_a_void_case_is_measured_once_more_with_more_rounds(
     ("value", "reach", "faster"),
     [
         (1.10, (0.98, 1.03), True),
-        (1.10, (0.89, 1.05), None),  # identical code was further from 1
+        (1.10, (0.89, 1.05), None),  # the control is as far from 1
         (0.90, (0.98, 1.03), False),
         (0.90, (0.95, 1.15), None),
         (1.005, (0.999, 1.001), None),  # its own interval holds 1

@@ -103,7 +103,7 @@ def test_a_value_that_holds_code_is_refused_unread(saved, tmp_path):
     data.write_bytes(content + evil.getvalue())
     object.__setattr__(place, "offset", len(content))
     object.__setattr__(place, "length", len(evil.getvalue()))
-    vars(place).pop("digest", None)  # who writes such a file can compute it too
+    vars(place).pop("digest", None)  # an attacker can compute it, too
     (saved / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(
         ValueError, match=r"loaded, says rank 0: ValueError: optimizer\.param_groups\.0\.weight\.lr"
@@ -131,7 +131,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("why", REFUSALS)
 def test_a_refused_load_changes_nothing(why, tmp_path):
-    """Neither weights nor the optimizer, which has a state or has none, nor gradients."""
+    """Weights, gradients and the optimizer stay, whether or not it has a state."""
     change, options, message = REFUSALS[why]
     saved = tmp_path / "checkpoint"
     run = make(*[nn.Linear(1, 1)] * (change == "longer"))
@@ -299,7 +299,7 @@ def kill_before(point, name=None):
 
 
 def in_child(work, *arguments):
-    """Starts it in a process forked from this one."""
+    """Forks a child to run `work`; returns its id."""
     if child := os.fork():
         return child
     status = 1
@@ -318,7 +318,7 @@ def status_of(child):
 
 @pytest.mark.parametrize("full", [False, True], ids=["new folder", "over another version"])
 def test_a_save_killed_at_any_call_leaves_the_version_before_or_the_new_one(tmp_path, full):
-    """And the next save leaves no other file. The test ends when no call is left to kill."""
+    """The next save removes leftovers. The kill point advances until a save finishes."""
     folder, pair = tmp_path / "a" / "checkpoint", fresh(kind=sgd)
     before, found = None, set()
     for point in range(1, 1000):

@@ -286,7 +286,7 @@ class Fault:
 
     @property
     def timeout_s(self) -> float:
-        """The pipeline's. Only a rank that is stopped, or has yet to connect, is missed by it."""
+        """The pipeline's time-out: only it detects a rank that is stopped or yet to connect."""
         return 300.0 if self.kind == "kill" and "construction" not in self.place else 10.0
 
     @property
@@ -350,7 +350,7 @@ class Bomb:
             self.at(str(self.action))
 
     def inside(self) -> AbstractContextManager[object]:
-        """In it, the function `INSIDE` names triggers the fault."""
+        """Makes the call that `INSIDE` names cause the fault."""
         if self.fault.place not in INSIDE:
             return nullcontext()
         owner, name = INSIDE[self.fault.place]
@@ -399,7 +399,7 @@ def train(fault: Fault, folder: Path) -> None:
         where: dict[str, Any] = {"group": dist.group.WORLD}
         if fault.dp > 1:
             where = {"mesh": init_device_mesh("cpu", (fault.dp, pp), mesh_dim_names=("dp", "pp"))}
-        dist.barrier()  # who is still joining the process group, or making a mesh, waits as long as these do
+        dist.barrier()  # a rank still joining the group or mesh would wait for GROUP_TIMEOUT_S
         bomb.at("before construction")
         with bomb.inside():
             pipeline = Pipeline(
@@ -446,6 +446,6 @@ def test_a_broken_rank_ends_all_others_which_say_who_it_was(tmp_path: Path, faul
     for rank in others:
         said = (tmp_path / f"error {rank}").read_text()
         assert said.startswith("ActionError: ")
-        if fault.kind == "kill":  # who was stopped nobody knows: who waits in vain names whom it waited for
+        if fault.kind == "kill":  # no rank knows which one stopped: each names the rank it waited for
             assert fault.coordinates in said
             assert re.search(rf"\brank {fault.rank}\b", said), said

@@ -80,7 +80,7 @@ def test_an_answer_fits_and_each_remedy_of_a_refusal_is_one(case: tuple[str, Req
         assert "does not fit" in said or ": " in said, "a refusal has a remedy"
         for option in said.split("What would do: ")[1].split(", or ") if "What would do: " in said else ():
             changed, within = with_remedy(request, space, option)
-            if option.startswith("--memory-gib"):  # two digits of a GiB are more than all of it
+            if option.startswith("--memory-gib"):  # its two decimals are too coarse for bytes
                 changed = replace(request, memory_bytes=2**30)
             assert asked(changed, within).best.peak <= changed.memory_bytes, option
         return
@@ -137,7 +137,7 @@ def test_microbatches_that_a_model_cannot_take_are_left_out(capsys: pytest.Captu
 
 
 def test_a_schedule_that_nobody_gave_is_no_remedy() -> None:
-    """What a format has no word for is not tried, and does not come back if an option is left out."""
+    """A schedule outside `possible` is not tried, nor is leaving out `--schedule` offered."""
     model, request = planned("plain", 8), replace(REQUEST, accelerators=2, batch_size=8)
     gpipe = Space(schedules=("gpipe",), pp=(2,), microbatches=(8,), remats=("never",), sharded=False)
     least = smallest(model, request, replace(gpipe, schedules=("1f1b",)))

@@ -1,4 +1,4 @@
-"""What tests are made with: cases of several processes, tiers."""
+"""Tests the test tools: multi-process cases, hangs, tiers."""
 
 from __future__ import annotations
 

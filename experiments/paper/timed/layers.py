@@ -5,10 +5,10 @@ ResNet-101's 370 layers; training needs six. So layers run in order, and each in
 layer is called as a stage calls it: its inputs enter the graph as those of a stage do, and the gradients that
 come in are made before.
 
-A GPU does many a layer sooner than Python can ask for it. So it is kept busy before each repeat for as long
-as the host needs to ask (`devices.hold`), and what is timed is the device's time. A GPU whose clock rose
-since its first use is held too briefly. If it starts before the host has launched a whole repeat, the repeat
-runs again with a longer hold; a warning names the layers for which that did not help.
+A GPU runs many layers faster than Python launches them. So it is kept busy before each repeat for as long as
+the host needs to ask (`devices.hold`), and what is timed is the device's time. If the GPU's clock has risen
+since, this hold is too short. If it starts before the host has launched a whole repeat, the repeat runs again
+with a longer hold; a warning names the layers for which that did not help.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def alone(
     device: torch.device,
     repeats: int = REPEATS,
 ) -> list[Seconds]:
-    """The medians of every layer of a model on one micro-batch, the loss with the last one; the first of the
-    repeats does not count.
+    """Median seconds of each layer on one micro-batch; the last one's include the loss, and the first repeat
+    does not count.
     """
     found, value, ahead, late = list[Seconds](), batch, _Ahead(device), list[str]()
 

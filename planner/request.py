@@ -282,12 +282,15 @@ class Space:
     """Limits to what is tried; by default there are none but on tensor parallelism, which needs a plan.
 
     Args:
-        schedules: names of `pipeline.plan.named.NAMED` possible: those that may be chosen where nobody names
-        any; a refusal offers them microbatches: M; None for every one that divides the mini-batch pp, tp:
-        sizes of these dimensions; None for every one that divides the accelerators least_examples: of a
-        micro-batch remats: what stages may recompute sharded: whether parameters may be sharded (fsdp)
-        sharded_stages: whether those of a pipeline's stages may be, too fewer: whether a plan may use only
-        some of the hosts, or only a part of one
+        schedules: names of `pipeline.plan.named.NAMED`
+        possible: those that may be chosen where nobody names any; a refusal offers them
+        microbatches: M; None for every one that divides the mini-batch
+        pp, tp: sizes of these dimensions; None for every one that divides the accelerators
+        least_examples: of a micro-batch
+        remats: what stages may recompute
+        sharded: whether parameters may be sharded (fsdp)
+        sharded_stages: whether those of a pipeline's stages may be, too
+        fewer: whether a plan may use only some of the hosts, or only a part of one
 
     Raises:
         ValueError: an unknown schedule or `remat`.

@@ -192,7 +192,7 @@ def test_what_is_void_is_shown_and_not_judged() -> None:
 
 @pytest.mark.parametrize("total", range(1, 40))
 def test_the_best_five_run_and_five_others_down_to_the_last(total: int) -> None:
-    alone = SimpleNamespace(candidate=SimpleNamespace(replicas=1))
+    alone = SimpleNamespace(candidate=SimpleNamespace(grid=SimpleNamespace(replicas=1)))
     places = to_run([alone] * total, 5, 5)  # type: ignore[list-item]
     assert places[:5] == list(range(min(total, 5)))
     assert len(places) == len(set(places)) == min(total, 10)

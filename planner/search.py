@@ -187,7 +187,7 @@ class Search:
         once_s = whole.microbatch_s("never")
         sums_s = sum(bucket.takes_s for bucket in whole.buckets)
         ends_s = max(0.0, sums_s - max(whole.backward_s, whole.weights_s)) + whole.after_s
-        back_s = min(whole.backward_s, whole.inputs_s or inf)
+        back_s = min(whole.backward_s, whole.inputs_s)
         found_s = max((once_s * count + ends_s) / workers, whole.forward_s + back_s)
         if way.stages_per_worker == 1 and not way.splits and count > 1:
             found_s = max(found_s, once_s / (1 - (1 - 1 / count) ** workers))

@@ -45,7 +45,7 @@ class StageTimes(NamedTuple):
     forward_s: float
     again_s: float  # R
     backward_s: float  # B
-    inputs_s: float  # I
+    inputs_s: float  # I; infinite where the backward is not split
     weights_s: float  # W
     after_s: float  # the optimizer
     buckets: tuple[Bucket, ...] = ()
@@ -53,8 +53,7 @@ class StageTimes(NamedTuple):
 
     def microbatch_s(self, remat: str) -> float:
         """Seconds of one micro-batch, forward and backward."""
-        halves_s = self.inputs_s + self.weights_s
-        back_s = min(self.backward_s, halves_s) if self.inputs_s else self.backward_s
+        back_s = min(self.backward_s, self.inputs_s + self.weights_s)
         return self.forward_s + back_s + self.again_s * (remat in ("except_last", "always"))
 
 
@@ -105,7 +104,7 @@ class LayerTimes:
         ahead_s, back_s = more.waits_s(span, remat) if more else (0.0, 0.0)
         return StageTimes(
             forward + ahead_s, again + ahead_s, back[0] + back_s,
-            *((back[1] + back_s, back[2]) if halves else (0.0, 0.0)),
+            *((back[1] + back_s, back[2]) if halves else (inf, 0.0)),
             sum(self.update_s[span.start : span.stop]),
             more.buckets(span) if more else (), more.gathers(span) if more else (),
         )  # fmt: skip

@@ -155,6 +155,14 @@ def test_long_steps_are_what_two_shorter_ones_say(name: str) -> None:
     assert long == pytest.approx(QuickSteps(rows(40)).makespan_s(*asked), rel=0.01)
 
 
+def test_halves_that_take_no_time_are_there() -> None:
+    """A cut that takes none was left out, as if its backward could only be taken whole."""
+    times = LayerTimes(SizeCosts(layers_s={"F": [1.0], "R": [1.0], "B": [2.0], "I": [0.0], "W": [0.5]}))
+    assert times.stage(0, 1, "never").microbatch_s("never") == 1.5
+    whole = LayerTimes(SizeCosts(layers_s={"F": [1.0], "R": [1.0], "B": [2.0]}))
+    assert whole.stage(0, 1, "never").microbatch_s("never") == 3.0
+
+
 def test_only_what_must_is_recomputed() -> None:
     """Under 1F1B the first stage keeps three graphs and the last one: room for two each."""
     times = LayerTimes(SizeCosts(layers_s={"F": [1.0] * 6, "R": [1.5] * 6, "B": [2.0] * 6}))

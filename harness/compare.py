@@ -202,7 +202,7 @@ def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
     if ours.not_comparable:
         return {**held, "verdict": "not comparable", "reason": ours.not_comparable}
     allowed = ours.allowed or admitted(cell)
-    computed = ours.record is not None and ours.record.case.get("part") == "reproduction"
+    computed = ours.record is not None and ours.record.is_computed
     verdict = _verdict(cell.kind, allowed, low, high, is_narrow=computed or narrow(low, high))
     factor = None
     if verdict in DIFFERS:

@@ -27,6 +27,8 @@ SCHEMA = 3
 """Version of the stored form; a reader refuses other lines instead of guessing what they mean.
 
 In the first version a metric had no key; in the second a digest stood at the end of each line."""
+REPRODUCTION = "reproduction"
+"""The `part` of the cases that compute the paper's numbers at the paper's size."""
 
 Scalar = str | int | float | bool | None
 Provenance = Literal["measured", "replayed", "modelled"]
@@ -132,6 +134,11 @@ class Record:
     def metric(self, name: str, /, **key: Scalar) -> Metric | None:
         """The metric of exactly that name and key, or None where the case did not produce it."""
         return next((each for each in self.metrics if each.name == name and each.key == key), None)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its case computes the paper's numbers at the paper's size, as declared."""
+        return self.case.get("part") == REPRODUCTION
 
     @property
     def identity(self) -> str:

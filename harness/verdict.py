@@ -158,7 +158,7 @@ class Comparison(Place):
     def is_computed(self) -> bool:
         """Whether it is a number of the declared configuration, which a table of its own shows."""
         record = None if self.entry is None else self.entry.record
-        return record is not None and record.case.get("part") == "reproduction"
+        return record is not None and record.is_computed
 
     @property
     def paper_text(self) -> str:

@@ -72,16 +72,13 @@ def run(case: Case, options: RunOptions) -> Outcome:
     from gpipe_bench.pipeline.plan.simulate import no_collections
 
     torch.set_num_threads(1)
-    match case.key["part"]:
-        case "paper" | "largest":
-            with no_collections():  # profiles and footprints by the thousand, and no garbage among them
-                if case.key["part"] == "largest":
-                    return _run_largest(case.key)
-                return _run_paper(case.key)
-        case reproduced.PART:
-            from gpipe_bench.experiments.paper import reproduction
+    if reproduced.is_computed(case):
+        from gpipe_bench.experiments.paper import reproduction
 
-            return reproduction.run("table1", case)
+        return reproduction.run("table1", case)
+    if case.key["part"] in ("paper", "largest"):
+        with no_collections():  # profiles and footprints by the thousand, and no garbage among them
+            return _run_largest(case.key) if case.key["part"] == "largest" else _run_paper(case.key)
     return _run_device(case.key, options)
 
 

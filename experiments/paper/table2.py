@@ -32,7 +32,7 @@ from gpipe_bench.experiments.paper.timed.workloads import (
 )
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Metric, Record, from_samples, of_case
+from gpipe_bench.harness.record import REPRODUCTION, Metric, Record, from_samples, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.verdict import Result
 
@@ -186,7 +186,7 @@ def tables(records: Sequence[Record]) -> str:
     """Fitted and fixed mini-batch apart, what ran for real on more than two, and what the replay errs by."""
     steps = [record for batch in BATCHES for record in of_case(records, "done", batch=batch)]
     real = of_case(records, "done", part="replay error")
-    numbers = evidence.long([*steps, *real, *of_case(records, part=reproduced.PART)], _place)
+    numbers = evidence.long([*steps, *real, *of_case(records, part=REPRODUCTION)], _place)
     notes = "  normalised throughput, K=2 M=1 is 1; actions timed in whole steps and laid out on K devices"
     shown = [
         evidence.throughput(of.sort_values(["K", "M"], kind="stable"), f"{title} {BATCHES[batch]}", notes)
@@ -224,7 +224,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 
 
 def _throughput(records: Sequence[Record], batch: str) -> Figure:
-    computed = of_case(records, part=reproduced.PART)
+    computed = of_case(records, part=REPRODUCTION)
     numbers = evidence.long([*of_case(records, "done", batch=batch), *computed], _place)
     return evidence.lines(numbers, x="M", hue="K", y="throughput, K = 2, M = 1 is 1")
 

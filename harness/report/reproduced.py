@@ -11,7 +11,7 @@ from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import peers_of
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper, of_the_paper
-from gpipe_bench.harness.record import Metric, Record, of_case
+from gpipe_bench.harness.record import REPRODUCTION, Metric, Record, of_case
 from gpipe_bench.harness.report.grid import fill, numbers_text
 from gpipe_bench.harness.reproduction import (
     Cell,
@@ -25,7 +25,6 @@ from gpipe_bench.harness.reproduction import (
 from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.verdict import Comparison, Part, Result, Spread
 
-PART = "reproduction"
 Place = tuple[str, str, str]
 """Table, row and column."""
 KINDS: dict[str, Kind] = {"ratio": "ratios of speeds", "samples/s": "speeds", "GiB": "bytes"}
@@ -102,7 +101,7 @@ def answers(records: Sequence[Record]) -> list[Result]:
 
 
 def _computed(records: Sequence[Record]) -> Iterable[tuple[tuple[str, str, str], Metric, Record]]:
-    for record in of_case(records, "done", part=PART):
+    for record in of_case(records, "done", part=REPRODUCTION):
         for metric in record.metrics:
             key = metric.key
             yield (str(key["table"]), str(key["row"]), str(key["column"])), metric, record
@@ -182,7 +181,7 @@ def text(entries: Sequence[Result], *, notes: bool = False) -> str:
         entries: of an experiment; its sentences are left out
         notes: also what is to be said of single numbers
     """
-    computed = [each for each in entries if each.record is not None and _is_computed(each.record)]
+    computed = [each for each in entries if each.record is not None and each.record.is_computed]
     here = [each for each in entries if _beside(each)]
     tables, beside = _by_table(computed), _by_table(here)
     parts = [
@@ -290,18 +289,14 @@ SECONDS = {
 def cases(experiment: str, options: RunOptions) -> list[Case]:
     """One case per model; none in the smoke profile, since the models have the paper's size."""
     found = {} if options.profile == "smoke" else SECONDS[experiment]
-    return [Case({"part": PART, "model": model}, seconds) for model, seconds in found.items()]
+    return [Case({"part": REPRODUCTION, "model": model}, seconds) for model, seconds in found.items()]
 
 
 def is_computed(case: Case) -> bool:
     """Whether the case computes the paper's numbers."""
-    return case.key.get("part") == PART
-
-
-def _is_computed(record: Record) -> bool:
-    return record.case.get("part") == PART
+    return case.key.get("part") == REPRODUCTION
 
 
 def timed(records: Sequence[Record]) -> list[Record]:
     """The records of what ran here."""
-    return [record for record in records if record.case.get("part") != PART]
+    return [record for record in records if not record.is_computed]

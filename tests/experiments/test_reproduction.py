@@ -24,7 +24,7 @@ from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.record import of_case
+from gpipe_bench.harness.record import REPRODUCTION, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.reproduction import (
     Cell,
@@ -103,9 +103,9 @@ def test_a_table_has_four_numbers() -> None:
 def test_every_table_is_computed_and_judged_by_the_errors_on_record(name: str) -> None:
     experiment = load(name)
     keys = [case.key for case in experiment.cases(RunOptions())]
-    records = of_case(Store(RECORDS).load(name).records, "done", part=reproduced.PART)
+    records = of_case(Store(RECORDS).load(name).records, "done", part=REPRODUCTION)
     assert {each.case["model"] for each in records} == set(reproduced.SECONDS[name])
-    assert all({"part": reproduced.PART, "model": model} in keys for model in reproduced.SECONDS[name])
+    assert all({"part": REPRODUCTION, "model": model} in keys for model in reproduced.SECONDS[name])
     for cells, _ in reproduced.cells(records).values():
         for cell in cells:
             known = reproduced.errors()["ratios of speeds" if cell.error < 0.25 else "bytes"].error
@@ -118,7 +118,7 @@ def test_every_table_is_computed_and_judged_by_the_errors_on_record(name: str) -
 
 
 def test_a_table_computed_now_is_the_one_on_record() -> None:
-    (record,) = of_case(Store(RECORDS).load("table3").records, part=reproduced.PART, model="transformer")
+    (record,) = of_case(Store(RECORDS).load("table3").records, part=REPRODUCTION, model="transformer")
     again = table3("transformer")
     for metric in record.metrics:
         key = metric.key

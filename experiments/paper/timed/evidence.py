@@ -21,8 +21,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper, of_the_paper
-from gpipe_bench.harness.record import Metric, Record, Scalar, find, from_samples, interval_name, of_case
-from gpipe_bench.harness.report import reproduced
+from gpipe_bench.harness.record import (
+    REPRODUCTION,
+    Metric,
+    Record,
+    Scalar,
+    find,
+    from_samples,
+    interval_name,
+    of_case,
+)
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Part, Result, Spread
 
@@ -246,7 +254,7 @@ def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> Da
 
     computed = {
         (str(metric.key["table"]), str(metric.key["row"]), str(metric.key["column"])): metric
-        for record in of_case(records, "done", part=reproduced.PART)
+        for record in of_case(records, "done", part=REPRODUCTION)
         for metric in record.metrics
     }
     rows: list[dict[str, Any]] = []

@@ -59,7 +59,8 @@ def slowest(of_ranks: Sequence[Times]) -> dict[str, list[float]]:
 def level(samples: Sequence[float], what: str) -> float:
     """The mean logarithm of an arm's samples in one round.
 
-    Raises ValueError for a sample that is not positive; the message names `what`."""
+    Raises ValueError for a sample that is not positive; the message names `what`.
+    """
     if not all(0 < each < math.inf for each in samples):
         raise ValueError(f"{what} is {list(samples)}; a sample must take time")
     return math.fsum(map(math.log, samples)) / len(samples)

@@ -167,7 +167,8 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     lines = picture(
         name="table3-throughput",
         caption="Table 3: throughput without a fast link, the paper's, ours computed at its size, and "
-        "laid out from scaled models timed here, also over a free link",
+        "laid out from scaled models timed here, also over a free link (where its line lies upon the other, "
+        "the link costs nothing)",
         alt="Lines over K for each link, the paper's and ours; every number stands in the table above.",
         draw=partial(_throughput, records, laid_out),
     )

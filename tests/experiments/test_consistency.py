@@ -456,7 +456,8 @@ def product() -> Any:
 def test_two_asynchronous_stages_by_hand(stash: bool) -> None:
     """Stage 0 (a) runs one forward ahead. Of its gradient, d loss / d a = x b (a b x), b and the product are
     those of the forward at stage 1; with stashing or without, `a` does not enter its own gradient again, but
-    it does enter the one that a third stage would get."""
+    it does enter the one that a third stage would get.
+    """
     found = train_asynchronously(product(), 2, 0, stash=stash)
     a, b = 0.9, 1.1
     hidden = {0: a * 1.0, 1: a * 1.1}  # forwards of stage 0, one ahead

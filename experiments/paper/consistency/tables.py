@@ -263,7 +263,8 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         Plot(
             name="consistency",
             caption=(
-                "Final scores of runs with seeds of their own beside the sequential runs' and their margin"
+                "Final scores of runs with seeds of their own: dots are runs, bars their means, the band is "
+                "the sequential mean and two standard deviations around it"
             ),
             alt=(
                 "A dot for each run: the sequential ones, then those of 1, 2, 4 and 8 stages, over a band of "

@@ -207,7 +207,8 @@ HELD_OUT_IMAGES = 0.2
 
 class Images:
     """Training and held-out examples. `load(index, is_training)` gives an image (3, S, S) in [-1, 1] and its
-    class; in training it may draw from torch's default generator. `targets` are the classes of all."""
+    class; in training it may draw from torch's default generator. `targets` are the classes of all.
+    """
 
     def __init__(
         self,

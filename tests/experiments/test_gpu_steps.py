@@ -81,9 +81,8 @@ def test_commands_are_taken_in_turn_and_the_next_call_goes_on(
     assert main(["--minutes", "0"]) == DONE  # the first one that is left, whatever it takes
     assert [len((out / name).read_text()) for name in ("fails", "killed", "works", "long")] == [2, 1, 1, 1]
     assert Store(out / "records.jsonl").load("table1") == Store(out / "records").load("table1")
-    assert (
-        main(["--profile", "smoke", "--minutes", "0"]) == FAILED
-    )  # tiny models, for which nothing has ended
+    # Tiny models, for which nothing has ended.
+    assert main(["--profile", "smoke", "--minutes", "0"]) == FAILED
     assert (out / "smoke" / "ended.txt").read_text().split() == ["fails"]
 
 

@@ -87,7 +87,7 @@ for _name in REGISTRY["EXPERIMENTS"]:
 
 @nox.session(venv_backend="none", tags=["paper"], default=False)
 def report(session: nox.Session) -> None:
-    """Every number of the paper beside ours: one HTML page and a markdown file, from records alone."""
+    """Every number of the paper beside ours: one HTML page and a CSV file, from records alone."""
     run_python(session, "-m", "experiments", "report")
 
 

@@ -57,7 +57,7 @@ VERBS = {
         "Shows your own records, or those that come with the project where you have none.",
     ),
     "report": Verb(
-        "every number of the paper beside ours, as one HTML page and markdown", "report --output page"
+        "every number of the paper beside ours, as one HTML page and a CSV file", "report --output page"
     ),
     "plan": Verb(
         "how to train a model on your machines, how long a step takes; --bytes: if it fits",

@@ -1,1 +1,1 @@
-"""How comparisons are shown: text tables, markdown and the HTML page."""
+"""How comparisons are shown: text tables, the HTML page, and markdown for the project's own pages."""

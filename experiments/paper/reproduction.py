@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise, product
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.paper.full_size import FullSize, Step, of_the_paper
@@ -25,7 +25,6 @@ from gpipe_bench.experiments.paper.largest import (
     num_parameters,
     stages_of,
 )
-from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
 from gpipe_bench.experiments.paper.timed.evidence import SPEED_UPS, Worst, worst
 from gpipe_bench.experiments.paper.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Outcome
@@ -288,27 +287,6 @@ def _column_fits(
 ) -> bool:
     stages = stages_of(half, replace(column, num_layers=num_layers, num_filters=num_filters), settings)
     return stages is None or all(stage.fixed + stage.held <= cap for stage in stages)
-
-
-TORCHGPIPE = {
-    "pipeline-1": (18, 416, (24,)), "pipeline-2": (18, 544, (16, 8)), "pipeline-4": (36, 544, (16, 12, 7, 7)),
-    "pipeline-8": (72, 512, (23, 16, 11, 6, 6, 5, 5, 6)),
-}  # fmt: skip
-"""torchgpipe's AmoebaNet-D by column: layers, filters and balance, at 128 images in 128 micro-batches."""
-
-
-def torchgpipe_memory(column: str) -> float:
-    """Bytes of torchgpipe's published peak activation memory of AmoebaNet-D, as Table 1 counts its own."""
-    num_layers, num_filters, balance = TORCHGPIPE[column]
-    model = amoebanet(Reading(autocast=False), num_layers, num_filters, 1, 1000, auxiliary_head=False)
-    if sum(balance) != len(model.layers):
-        raise ValueError(f"{column}'s balance has {sum(balance)} layers, the model {len(model.layers)}")
-    ends = pairwise(accumulate(balance, initial=0))
-    return float(sum(
-        held_bytes(model.layers[start:stop], model.loss if stop == len(model.layers) else None,
-                   len(balance), 128, start == 0, "except_last")
-        for start, stop in ends
-    ))  # fmt: skip
 
 
 # The stride control of v1, section 5. The paper moved a stride from the first convolution of AmoebaNet-D

@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import evidence
-from gpipe_bench.experiments.paper.timed.workloads import (
+from gpipe_bench.experiments.paper import evidence
+from gpipe_bench.experiments.paper.workloads import (
     PROFILES,
     VERSION1,
     Configuration,
@@ -65,8 +65,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("figure3", case)
-    from gpipe_bench.experiments.paper.timed.results import results
-    from gpipe_bench.experiments.paper.timed.steps import measure, num_devices, run_real
+    from gpipe_bench.experiments.paper.results import results
+    from gpipe_bench.experiments.paper.steps import measure, num_devices, run_real
 
     name = str(case.key["model"])
     sizes = VERSION1[name]

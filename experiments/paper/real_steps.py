@@ -20,7 +20,7 @@ from torch import nn
 
 from gpipe_bench.experiments.paper.largest import FILTERS_STEP, Placement, Setting, place_anyhow
 from gpipe_bench.experiments.paper.profiles import meta_model
-from gpipe_bench.experiments.paper.timed.workloads import materialized
+from gpipe_bench.experiments.paper.workloads import materialized
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.workers import memory_error

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from gpipe_bench.experiments.paper.evidence import SPEED_UPS, Worst, worst
 from gpipe_bench.experiments.paper.full_size import FullSize, Step, of_the_paper
 from gpipe_bench.experiments.paper.largest import (
     BYTES_PER_PARAMETER,
@@ -25,8 +26,7 @@ from gpipe_bench.experiments.paper.largest import (
     num_parameters,
     stages_of,
 )
-from gpipe_bench.experiments.paper.timed.evidence import SPEED_UPS, Worst, worst
-from gpipe_bench.experiments.paper.timed.workloads import Workload
+from gpipe_bench.experiments.paper.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.paper import SENTENCES, load_paper
 from gpipe_bench.harness.record import Metric

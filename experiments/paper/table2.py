@@ -21,8 +21,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import evidence
-from gpipe_bench.experiments.paper.timed.workloads import (
+from gpipe_bench.experiments.paper import evidence
+from gpipe_bench.experiments.paper.workloads import (
     PROFILES,
     TABLE2,
     Configuration,
@@ -72,8 +72,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table2", case)
-    from gpipe_bench.experiments.paper.timed.results import results
-    from gpipe_bench.experiments.paper.timed.steps import measure, run_real
+    from gpipe_bench.experiments.paper.results import results
+    from gpipe_bench.experiments.paper.steps import measure, run_real
 
     workload = TABLE2[str(case.key["model"])][options.profile]
     if "part" in case.key:
@@ -89,8 +89,8 @@ def _configurations(
     workload: Workload, batch: str, options: RunOptions
 ) -> tuple[tuple[Configuration, ...], dict[str, Any]]:
     """Configurations that are run, and facts for the record."""
-    from gpipe_bench.experiments.paper.timed.steps import num_devices
-    from gpipe_bench.experiments.paper.timed.workloads import fitted
+    from gpipe_bench.experiments.paper.steps import num_devices
+    from gpipe_bench.experiments.paper.workloads import fitted
 
     cells = [(k, m) for k in STAGES[options.profile] for m in MICROBATCHES[options.profile]]
     if batch == "fitted":

@@ -20,9 +20,9 @@ from operator import truediv
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import evidence
-from gpipe_bench.experiments.paper.timed.results import SAME_SHARE
-from gpipe_bench.experiments.paper.timed.workloads import (
+from gpipe_bench.experiments.paper import evidence
+from gpipe_bench.experiments.paper.results import SAME_SHARE
+from gpipe_bench.experiments.paper.workloads import (
     NUM_MICROBATCHES,
     PROFILES,
     TABLE3,
@@ -61,8 +61,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
         return reproduction.run("table3", case)
     from gpipe_bench.experiments.paper.full_size import FullSize
-    from gpipe_bench.experiments.paper.timed.results import replayed
-    from gpipe_bench.experiments.paper.timed.steps import measure, run_real
+    from gpipe_bench.experiments.paper.results import replayed
+    from gpipe_bench.experiments.paper.steps import measure, run_real
 
     sizes = TABLE3[str(case.key["model"])]
     workload, paper = sizes[options.profile], sizes["full"]

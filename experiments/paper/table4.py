@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import evidence
-from gpipe_bench.experiments.paper.timed.workloads import (
+from gpipe_bench.experiments.paper import evidence
+from gpipe_bench.experiments.paper.workloads import (
     PROFILES,
     VERSION1,
     Configuration,
@@ -67,8 +67,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table4", case)
-    from gpipe_bench.experiments.paper.timed.results import by_turn, joined, link_of, results, take_apart
-    from gpipe_bench.experiments.paper.timed.steps import measure, num_devices, run_real
+    from gpipe_bench.experiments.paper.results import by_turn, joined, link_of, results, take_apart
+    from gpipe_bench.experiments.paper.steps import measure, num_devices, run_real
 
     model = str(case.key["model"])
     workload = VERSION1[model][options.profile]

@@ -19,7 +19,7 @@ import torch
 from counting import counting, held_up, runtime
 from torch import Tensor, distributed, nn
 
-from gpipe_bench.experiments.paper.timed import layers
+from gpipe_bench.experiments.paper import layers
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import (
     Boundary,

@@ -16,20 +16,20 @@ from made_up_steps import TINY, found, job_of, steps, timed, value
 from scipy.stats import t
 from torch import nn
 
-from gpipe_bench.experiments.paper.timed import layers
-from gpipe_bench.experiments.paper.timed import steps as timed_steps
-from gpipe_bench.experiments.paper.timed.evidence import (
+from gpipe_bench.experiments.paper import layers
+from gpipe_bench.experiments.paper import steps as timed_steps
+from gpipe_bench.experiments.paper.evidence import (
     prediction_interval,
     replayed_spread,
 )
-from gpipe_bench.experiments.paper.timed.results import (
+from gpipe_bench.experiments.paper.results import (
     check_ran,
     lay_out,
     results,
     take_apart,
 )
-from gpipe_bench.experiments.paper.timed.steps import work
-from gpipe_bench.experiments.paper.timed.workloads import Configuration
+from gpipe_bench.experiments.paper.steps import work
+from gpipe_bench.experiments.paper.workloads import Configuration
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.pipeline import Event, Kind, Link, Timeline, gpipe, launch, replay
 

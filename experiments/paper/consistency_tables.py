@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import paper_style, without_frame
-from gpipe_bench.experiments.paper.consistency.judging import (
+from gpipe_bench.experiments.paper.consistency_judging import (
     ANSWERS,
     METRICS,
     Baseline,

@@ -18,15 +18,15 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.consistency.judging import cells, load_protocol
-from gpipe_bench.experiments.paper.consistency.recipes import Subject, check_folders, subject_of
-from gpipe_bench.experiments.paper.consistency.tables import figures, tables
+from gpipe_bench.experiments.paper.consistency_judging import cells, load_protocol
+from gpipe_bench.experiments.paper.consistency_recipes import Subject, check_folders, subject_of
+from gpipe_bench.experiments.paper.consistency_tables import figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.paper.consistency.tasks import Task
-    from gpipe_bench.experiments.paper.consistency.training import Setting, Trained
+    from gpipe_bench.experiments.paper.consistency_tasks import Task
+    from gpipe_bench.experiments.paper.consistency_training import Setting, Trained
 
 MODELS = ("images", "text")
 SECONDS = {"images": 32.0, "text": 13.0}  # of a training while another one runs beside it
@@ -110,8 +110,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def _run_training(key: dict[str, Any], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.paper.consistency.tasks import task_of
-    from gpipe_bench.experiments.paper.consistency.training import Setting, trained
+    from gpipe_bench.experiments.paper.consistency_tasks import task_of
+    from gpipe_bench.experiments.paper.consistency_training import Setting, trained
 
     subject = subject_of(key["model"], options)
     setting = Setting(
@@ -138,14 +138,14 @@ def _run_training(key: dict[str, Any], options: RunOptions) -> Outcome:
 @cache
 def _reference(subject: Subject, setting: Setting) -> Trained:
     """The training that others from its seed are compared with; cases of one group share it."""
-    from gpipe_bench.experiments.paper.consistency.training import trained
+    from gpipe_bench.experiments.paper.consistency_training import trained
 
     return trained(subject, setting)
 
 
 def _run_asynchronous(key: dict[str, Any], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.paper.consistency.tasks import task_of
-    from gpipe_bench.experiments.paper.consistency.training import train_asynchronously
+    from gpipe_bench.experiments.paper.consistency_tasks import task_of
+    from gpipe_bench.experiments.paper.consistency_training import train_asynchronously
 
     subject = subject_of(key["model"], options)
     task = task_of(subject)
@@ -169,7 +169,7 @@ def _run_asynchronous(key: dict[str, Any], options: RunOptions) -> Outcome:
 
 def _differences(trained: Trained, reference: Trained) -> list[Metric]:
     """Differences of the weights, and of everything that is kept, running statistics included."""
-    from gpipe_bench.experiments.paper.consistency.training import is_statistic
+    from gpipe_bench.experiments.paper.consistency_training import is_statistic
 
     largest = squares = total = 0.0
     different = number = 0

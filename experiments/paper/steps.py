@@ -22,8 +22,8 @@ from torch import distributed as dist
 from torch import nn
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
-from gpipe_bench.experiments.paper.timed.layers import layer_seconds
-from gpipe_bench.experiments.paper.timed.results import (
+from gpipe_bench.experiments.paper.layers import layer_seconds
+from gpipe_bench.experiments.paper.results import (
     Found,
     Steps,
     TimedActions,
@@ -31,7 +31,7 @@ from gpipe_bench.experiments.paper.timed.results import (
     results,
     samples_of,
 )
-from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Workload
+from gpipe_bench.experiments.paper.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.environment import usable_cores
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.rounds import Usage, turns

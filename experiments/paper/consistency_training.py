@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, distributed, nn
 
-from gpipe_bench.experiments.paper.consistency.recipes import Subject
-from gpipe_bench.experiments.paper.consistency.tasks import Task, task_of
+from gpipe_bench.experiments.paper.consistency_recipes import Subject
+from gpipe_bench.experiments.paper.consistency_tasks import Task, task_of
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.ranks.launch import launch
 from gpipe_bench.pipeline.stage.layers import run_plain

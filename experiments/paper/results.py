@@ -16,7 +16,7 @@ from functools import partial
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.experiments.paper.timed.workloads import NUM_MICROBATCHES, Configuration, Job
+from gpipe_bench.experiments.paper.workloads import NUM_MICROBATCHES, Configuration, Job
 from gpipe_bench.harness.record import Metric, Provenance, Scalar, from_samples
 from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.harness.rounds import Usage, used_by_others

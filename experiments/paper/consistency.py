@@ -18,9 +18,13 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.consistency_judging import cells, load_protocol
-from gpipe_bench.experiments.paper.consistency_recipes import Subject, check_folders, subject_of
-from gpipe_bench.experiments.paper.consistency_tables import figures, tables
+from gpipe_bench.experiments.paper.consistency_judging import cells, figures, tables
+from gpipe_bench.experiments.paper.consistency_protocol import (
+    Subject,
+    check_folders,
+    load_protocol,
+    subject_of,
+)
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 

@@ -1,32 +1,41 @@
-"""How consistent training is judged: by a protocol that was frozen before the runs, from records alone.
+"""How consistent training is judged, from records alone, and what is shown of it.
 
-A number of runs, a seed or a margin that may change after a look at the results makes any verdict possible.
-So all of them stand in results/consistency-protocol.toml; the runs take them from there and from nowhere
-else, every record names the file's digest, and records made under another file are not judged. Nothing is
-called equal to a baseline that did not learn: weights that never moved are always equal.
+Nothing is called equal to a baseline that did not learn: weights that never moved are always equal.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
-import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from functools import partial
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from gpipe_bench.harness import PUBLISHED
-from gpipe_bench.harness.record import Metric, Record, of_case
+from gpipe_bench.experiments.drawing import paper_style, without_frame
+from gpipe_bench.experiments.paper.consistency_protocol import METRICS, Protocol, load_protocol
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.record import FEWEST, Metric, Record, of_case
+from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.verdict import Result
 
-PATH = PUBLISHED / "consistency-protocol.toml"
-METRICS = {"images": "held-out accuracy", "text": "held-out perplexity"}
-ANSWERS = {"reproduced": "agrees", "undecided": "no test", "above": "differs"}
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
+ANSWERS = {"reproduced": "agrees", "undecided": "no test", "above": "differs", "not comparable": "no test"}
 """Answers, by the protocol's word."""
+WHY = {
+    "images": (
+        "Micro-batches change results here by what they are for batch normalization: each is normalized by "
+        "its own mean and variance, and the gradient flows through them. That is the paper's definition, not "
+        "rounding."
+    ),
+    "text": (
+        "Dropout draws other masks for other micro-batches, and sums over the mini-batch are taken in "
+        "another order; each step's rounding differs from there on."
+    ),
+}
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
@@ -40,11 +49,10 @@ def cells(records: Sequence[Record]) -> list[Result]:
     if open_ is None:
         intervals = {k: apart(records, "images", k) for k in findings}
         value, low, high = map(max, zip(*intervals.values(), strict=True))
-        over = ", ".join(
-            f"K={k}: {ANSWERS[word_of(a, b, protocol.margin)]}" for k, (_, a, b) in intervals.items()
-        )
+        words = {k: word_of(*ends, protocol.margin) for k, (_, *ends) in intervals.items()}
         metric = Metric(
-            row, value, "standard deviations", "measured", low=low, high=high, key={"over": over},
+            row, value, "standard deviations", "measured", low=low, high=high,
+            key={"over": ", ".join(f"K={k}: {ANSWERS[word]}" for k, word in words.items())},
             note="the means of the runs of each K, with Welch's 95 % interval",
         )  # fmt: skip
     reason = "" if open_ is None else open_.reason
@@ -57,68 +65,6 @@ def cells(records: Sequence[Record]) -> list[Result]:
             not_comparable=reason if compared else "", reason="" if compared else reason,
         )
     ]  # fmt: skip
-
-
-# The protocol
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The runs of one model.
-
-    Args:
-        sequential: seeds of the sequential runs
-        initial: seeds of the initial weights: run number i of the sequential ones and of every K begins with
-            the weights of number i
-        stages: number of stages K -> seeds of its runs
-        power_of: "all K together", or "each K"
-    """
-
-    sequential: tuple[int, ...]
-    initial: tuple[int, ...]
-    stages: dict[int, tuple[int, ...]]
-    power_of: str
-
-    @property
-    def runs(self) -> int:
-        """Number of runs for each number of stages."""
-        return len(next(iter(self.stages.values())))
-
-
-class Protocol(msgspec.Struct, frozen=True):
-    """The whole file.
-
-    Args:
-        margin: distance in standard deviations of the sequential runs up to which accuracies are the same
-        alpha: of each of the two one-sided tests; the interval that must lie inside the margin has the
-            confidence 1 - 2 alpha
-        power: the least probability of finding equal what is equal
-        split_seed: of the choice of held-out examples
-        plans: by model
-        sha256: of the file's bytes
-    """
-
-    margin: float
-    alpha: float
-    power: float
-    split_seed: int
-    plans: dict[str, Plan]
-    sha256: str
-
-    @property
-    def digest(self) -> str:
-        """The beginning of `sha256`, as records' keys and the pages have it."""
-        return self.sha256[:12]
-
-
-@cache
-def load_protocol(path: Path = PATH) -> Protocol:
-    """The file. That its seeds are those of its rule, new and all different, is tested."""
-    content = path.read_bytes()
-    found = tomllib.loads(content.decode())
-    known = found["judged"] | {"split_seed": found["draw"]["split_seed"]}
-    known |= {"plans": {model: found[model] for model in METRICS}}
-    known |= {"sha256": hashlib.sha256(content).hexdigest()}
-    return msgspec.convert(known, Protocol, str_keys=True)
 
 
 # The test. The margin is in standard deviations of the sequential runs, which are estimated from the same
@@ -151,14 +97,12 @@ def welch(scores: Sequence[float], others: Sequence[float]) -> tuple[float, floa
     """How far the mean of the scores lies above that of others, with its 95 % interval; at least two each."""
     from scipy.special import stdtrit
 
-    parts = [statistics.variance(each) / len(each) for each in (scores, others)]
+    one, other = (statistics.variance(each) / len(each) for each in (scores, others))
     gap = statistics.fmean(scores) - statistics.fmean(others)
-    if not sum(parts):
+    if not one + other:
         return gap, gap, gap
-    freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(each) - 1) for part, each in zip(parts, (scores, others), strict=True)
-    )
-    reach = float(stdtrit(freedom, 0.975)) * math.sqrt(sum(parts))
+    freedom = (one + other) ** 2 / (one**2 / (len(scores) - 1) + other**2 / (len(others) - 1))
+    reach = float(stdtrit(freedom, 0.975)) * math.sqrt(one + other)
     return gap, gap - reach, gap + reach
 
 
@@ -169,9 +113,8 @@ def apart(records: Sequence[Record], model: str, num_stages: int) -> tuple[float
     found = baseline(records, model)
     if found is None or not found.deviation:
         raise ValueError(f"{model}: no sequential runs with a standard deviation are on record")
-    gap, low, high = (
-        each / found.deviation for each in welch(statistical(records, model, num_stages).scores, found.scores)
-    )
+    scores = statistical(records, model, num_stages).scores
+    gap, low, high = (each / found.deviation for each in welch(scores, found.scores))
     nearest = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
     return abs(gap), nearest, max(abs(low), abs(high))
 
@@ -189,6 +132,10 @@ def score_of(record: Record) -> float | None:
     metric = record.metric(METRICS[str(record.case["model"])])
     value = metric.value if metric is not None and record.status == "done" else None
     return None if value is None else float(value)
+
+
+def _scores(runs: Sequence[Record]) -> tuple[float, ...]:
+    return tuple(score for run in runs if (score := score_of(run)) is not None)
 
 
 def learned(record: Record) -> bool:
@@ -219,17 +166,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The sequential runs of one model.
-
-    `missing` says what has to be run before anything can be held against them, `problem` why nothing can; at
-    least one of them is empty.
+    """The sequential runs of one model. With a `reason` nothing is held against them, and `word` says whether
+    they are "not run" or "not comparable".
     """
 
     scores: tuple[float, ...]
     mean: float
     deviation: float
-    missing: str
-    problem: str
+    word: str
+    reason: str
 
 
 def baseline(records: Sequence[Record], model: str) -> Baseline | None:
@@ -237,13 +182,14 @@ def baseline(records: Sequence[Record], model: str) -> Baseline | None:
     runs = select(records, "baseline", model)
     if not runs:
         return None
-    protocol = load_protocol()
-    scores = tuple(score for run in runs if (score := score_of(run)) is not None)
+    protocol, scores = load_protocol(), _scores(runs)
     mean = statistics.fmean(scores) if scores else 0.0
     deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
     missing = _missing(runs, protocol.plans[model].sequential, "sequential runs")
-    problem = "" if missing else _problem(runs, scores, mean, deviation, protocol)
-    return Baseline(scores, mean, deviation, missing, problem)
+    if missing:
+        return Baseline(scores, mean, deviation, "not run", missing)
+    problem = _problem(runs, scores, mean, deviation, protocol)
+    return Baseline(scores, mean, deviation, "not comparable" if problem else "", problem)
 
 
 def _missing(runs: Sequence[Record], seeds: Sequence[int], what: str) -> str:
@@ -257,8 +203,7 @@ def _problem(
     runs: Sequence[Record], scores: Sequence[float], mean: float, deviation: float, protocol: Protocol
 ) -> str:
     """Why nothing can be held against these sequential runs."""
-    sources = {tuple(sorted(run.options.items())) for run in runs}
-    if len(sources) > 1:
+    if any(run.options != runs[0].options for run in runs):
         return "the sequential runs are of several data sets or devices; keep each in a folder of its own"
     if runs[0].options.get("seed", protocol.split_seed) != protocol.split_seed:
         return f"the held-out examples are chosen by another seed than the protocol's {protocol.split_seed}"
@@ -269,36 +214,30 @@ def _problem(
         return f"{failed} of {len(runs)} sequential runs failed, so nothing is called equal to them"
     if not _suffices(mean, runs[0], "required"):
         return f"the sequential runs did not learn ({runs[0].details['requirement']})"
-    if deviation == 0:
-        return "all sequential runs end with the same score, so there is no standard deviation"
-    return ""
+    return (
+        "" if deviation else "all sequential runs end with the same score, so there is no standard deviation"
+    )
 
 
 def statistical(records: Sequence[Record], model: str, num_stages: int) -> Finding:
     """The test of the runs with seeds of their own, by their mean."""
     protocol = load_protocol()
-    plan: Plan = protocol.plans[model]
     runs = [r for r in select(records, "own seeds", model) if r.case["num_stages"] == num_stages]
-    scores = tuple(score for run in runs if (score := score_of(run)) is not None)
-    found = baseline(records, model)
+    scores, found = _scores(runs), baseline(records, model)
+    if found is None and of_case(records, part="baseline", model=model):
+        reason = "the records were made under another protocol than results/consistency-protocol.toml is now"
+        return Finding(scores, word="not comparable", reason=f"{reason}; run again")
     if not runs or found is None:
-        if found is not None or not of_case(records, part="baseline", model=model):
-            return Finding(scores)
-        return Finding(
-            scores, word="not comparable",
-            reason="the records were made under another protocol than results/consistency-protocol.toml is "
-            "now; run again",
-        )  # fmt: skip
-    missing = _missing(runs, plan.stages[num_stages], f"runs with K = {num_stages}") or found.missing
-    if missing:
+        return Finding(scores)
+    if missing := _missing(runs, protocol.plans[model].stages[num_stages], f"runs with K = {num_stages}"):
         return Finding(scores, reason=missing)
-    problem = found.problem
+    word, problem = found.word, found.reason
     if not problem and any(run.options != select(records, "baseline", model)[0].options for run in runs):
         problem = "the runs are of other data than the sequential ones; keep each in a folder of its own"
     if not problem and len(scores) < len(runs):
         problem = f"{len(runs) - len(scores)} of {len(runs)} runs diverged, so they have no mean"
     if problem:
-        return Finding(scores, word="not comparable", reason=problem)
+        return Finding(scores, word=word or "not comparable", reason=problem)
     mean = statistics.fmean(scores)
     away = abs(mean - found.mean)
     value = away / found.deviation if away else 0.0
@@ -320,3 +259,236 @@ def exact(record: Record) -> str:
     different = record.metric("numbers that differ")
     same = largest.value == 0 and different is not None and different.value == 0
     return "identical" if same else "deviates"
+
+
+def spreads(records: Sequence[Record], model: str) -> dict[int, float]:
+    """For each K, the spread of runs with their own seeds, in standard deviations of the sequential runs."""
+    found = baseline(records, model)
+    if found is None or not found.deviation:
+        return {}
+    each = {k: statistical(records, model, k).scores for k in load_protocol().plans[model].stages}
+    return {k: statistics.stdev(scores) / found.deviation for k, scores in each.items() if len(scores) > 1}
+
+
+def beyond_the_margin(records: Sequence[Record], model: str) -> list[int]:
+    """The K whose Welch's interval reaches beyond the margin, where there are runs enough for a per cent."""
+    found, protocol = baseline(records, model), load_protocol()
+    if found is None or len(found.scores) < FEWEST:
+        return []
+    return [
+        k
+        for k in protocol.plans[model].stages
+        if len(statistical(records, model, k).scores) >= FEWEST
+        and apart(records, model, k)[2] > protocol.margin
+    ]
+
+
+# Text: statistics, weights and what micro-batches change; asynchronous training stands beside it for contrast
+
+
+def tables(records: Sequence[Record]) -> str:
+    """Tables of the trainings, model by model."""
+    shown = (_evidence, _microbatches, _asynchronous)
+    return "\n\n".join(filter(None, [text(records, model) for model in TITLES for text in shown]))
+
+
+def _table(title: str, headers: str, lines: list[list[str]], *notes: str) -> str:
+    """A table as text, empty without lines; `headers` are separated by bars."""
+    wrapped = [fill(note) for note in notes if note]
+    return Grid(title=title, columns=headers.split("|"), lines=lines, notes=wrapped).text() if lines else ""
+
+
+def _shown(model: str, score: float | None) -> str:
+    if score is None:
+        return "diverged"
+    return f"{100 * score:.2f} %" if model == "images" else f"{score:.4g}"
+
+
+def _points(model: str, *differences: float, sign: str = "+") -> tuple[str, ...]:
+    """Differences of scores: of accuracies in points, which are per cents without their sign."""
+    scale = 100 if model == "images" else 1
+    return tuple(f"{scale * each:{sign}.2f}" for each in differences)
+
+
+def _evidence(records: Sequence[Record], model: str) -> str:
+    """Table of one model: the sequential runs, (a) every K's with their own seeds, (b) with the same seed."""
+    found, protocol = baseline(records, model), load_protocol()
+    if found is None or not found.scores:
+        return ""
+    plan, runs = protocol.plans[model], select(records, "baseline", model)
+    margin, spread = _points(model, protocol.margin * found.deviation, found.deviation, sign="")
+    known = f"{sum(map(learned, runs))} of {len(runs)} learned"
+    lines = [["sequential", f"{len(found.scores)}", _shown(model, found.mean), spread, "", "", known]]
+    own = {num_stages: statistical(records, model, num_stages) for num_stages in plan.stages}
+    lines += [_own_seeds(model, k, finding, found) for k, finding in own.items() if finding != Finding()]
+    several = select(records, "same seed", model)
+    for record in several:
+        processes, compared = record.case["processes"], record.metric("numbers compared")
+        where = f", {processes} processes" if processes != 1 else ""
+        # A reason stands below the table.
+        word = exact(record).replace("not judged: the training did not learn", "not judged")
+        size = "" if compared is None or compared.value is None else f" ({compared.value:,} numbers)"
+        name = f"(b) K = {record.case['num_stages']}{where}, the seed of K = 1"
+        lines.append([name, "1", _shown(model, score_of(record)), "", "", "", word + size])
+    singles = [*runs, *select(records, "own seeds", model)]
+    missed = sum(not learned(record) for record in singles)
+    wanted = next(run.details["requirement"] for run in runs if run.status == "done")
+    same = bool(several) and all(exact(record) == "identical" for record in several)
+    difference = "difference [95 %, Welch]" if plan.runs >= FEWEST else "difference, least to most"
+    reasons = dict.fromkeys(finding.reason for finding in own.values() if finding.reason)
+    return _table(
+        f"{TITLES[model]}: {METRICS[model]} (measured), M = {runs[0].case['num_microbatches']}",
+        f"|runs|{METRICS[model]}|sd|{difference}|distance, sd [90 %]|",
+        lines,
+        f"Required of the mean of the sequential runs and of that of each K: {wanted}"
+        + (f"; {missed} of {len(singles)} single runs missed it." if missed else "."),
+        f"No test: {'; '.join(reasons)}." if reasons else "",
+        f"Protocol {protocol.digest}, frozen before the runs: the distance of each K's mean in standard "
+        f"deviations of the sequential runs, with its {100 - 200 * protocol.alpha:g} % interval (noncentral "
+        f"t). Agrees: all of it within {protocol.margin:g} ({margin} here); no test: it reaches beyond.",
+        _unequal(records, model),
+        "From one seed all end with the same weights, so what differs between the K is the seeds'."
+        if same
+        else "",
+    )
+
+
+def _own_seeds(model: str, num_stages: int, finding: Finding, found: Baseline) -> list[str]:
+    """The line of one K."""
+    scores, spread, difference, mean = finding.scores, "", "", ""
+    if len(scores) > 1 and len(found.scores) > 1:
+        (spread,) = _points(model, statistics.stdev(scores), sign="")
+        mean = _shown(model, statistics.fmean(scores))
+        if len(scores) >= FEWEST:
+            difference = "{} [{}, {}]".format(*_points(model, *welch(scores, found.scores)))
+        else:
+            ends = [score - found.mean for score in (min(scores), max(scores))]
+            difference = "{} to {}".format(*_points(model, *ends))
+    distance = "{:.2f} [{:.2f}, {:.2f}]".format(*finding.distance) if finding.distance else ""
+    word = ANSWERS.get(finding.word, finding.word)
+    name = f"(a) K = {num_stages}, seeds of its own"
+    return [name, f"{len(scores)}", mean, spread, difference, distance, word]
+
+
+def _unequal(records: Sequence[Record], model: str) -> str:
+    """Text about an assumption of the protocol's test that the records contradict."""
+    ratios = spreads(records, model)
+    if not ratios:
+        return ""
+    widest = max(ratios, key=ratios.__getitem__)
+    said = (
+        f"The test takes scores to spread alike at every K. K = {widest} spreads most, "
+        f"{ratios[widest]:.1f} times as widely as the sequential runs."
+    )
+    names = " and ".join(map(str, beyond_the_margin(records, model)))
+    open_ = f"reaches beyond the margin for K = {names}: by it these are not decided."
+    return f"{said} Welch's interval does not assume it, and {open_}" if names else said
+
+
+def _microbatches(records: Sequence[Record], model: str) -> str:
+    """Table of runs that may differ: the same seed at other numbers of micro-batches."""
+    lines, digests = [], {}
+    for record in of_case(select(records, "micro-batches", model), "done"):
+        values = {metric.name: metric.value or 0.0 for metric in record.metrics}
+        name = f"K = 1, M = {record.case['num_microbatches']}"
+        if record.case["engine"] == "sequential":
+            name = "the plain model"
+        digests[name] = record.details["weights_sha256"]
+        lines.append(
+            [name,
+             _shown(model, score_of(record)),
+             f"{values['largest weight difference']:.3g}",
+             f"{100 * values['relative weight difference']:.3g} %",
+             f"{values['numbers that differ']:,.0f} of {values['numbers compared']:,.0f}"]
+        )  # fmt: skip
+    count = next((r.case["num_microbatches"] for r in select(records, "baseline", model)), "?")
+    plain = digests.get("the plain model")
+    same = plain is not None and plain == digests.get("K = 1, M = 1")
+    return _table(
+        f"(c) {TITLES[model]}: from the same seed with other micro-batches, against K = 1, M = {count}",
+        f"|{METRICS[model]}|largest weight difference|relative, all|differ",
+        lines,
+        WHY[model],
+        "The plain model ends with the weights of K = 1, M = 1, bit by bit." if same else "",
+    )
+
+
+def _asynchronous(records: Sequence[Record], model: str) -> str:
+    """Table of asynchronous trainings beside GPipe's from the same seed, which is the same at any K."""
+    lines = []
+    for name, record in _beside_each_other(records, model):
+        loss, values = record.details["curve"][-1][1], {each.name: each.value for each in record.metrics}
+        kept = (values.get("weights kept") or 1) / (values.get("weights of the model") or 1)
+        staleness = max(record.details.get("staleness", [0]))
+        lines.append(
+            [name, _shown(model, score_of(record)), "not finite" if loss is None else f"{loss:.4g}",
+             f"{staleness}", f"{kept:.2f} x the model", "learned" if learned(record) else "did not learn"]
+        )  # fmt: skip
+    return _table(
+        f"{TITLES[model]}: what inconsistency looks like (measured; the same seed and data)",
+        f"|{METRICS[model]}|training loss|staleness of stage 0|weights kept|",
+        lines,
+        "Staleness is counted in updates between a mini-batch's forward and the update with its "
+        "gradient. Rates are the recipe's, and those divided by K, as staleness of K updates asks for; the "
+        "sequential training at that rate shows what is the rate's doing. Times are not compared: the stages "
+        "take turns in one process.",
+    )
+
+
+def _beside_each_other(records: Sequence[Record], model: str) -> Iterator[tuple[str, Record]]:
+    """The asynchronous trainings after GPipe's from the same seed, by names such as `asynchronous, K = 8,
+    stashing, rate / 8`. With one stage nothing is stale, so it is a sequential one.
+    """
+    found = of_case(select(records, "asynchronous", model), "done")
+    reference = of_case(select(records, "own seeds", model), num_stages=1)
+    yield from (("GPipe, any K", record) for record in reference[: 1 if found else 0])
+    for record in found:
+        num_stages, rate = record.case["num_stages"], float(record.case["rate"] or 1.0)
+        stale = f"asynchronous, K = {num_stages}, {'stashing' if record.case['stash'] else 'no stashing'}"
+        name = "sequential" if num_stages == 1 else stale
+        yield name + ("" if rate == 1 else f", rate / {1 / rate:g}"), record
+
+
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """Final scores against the sequential runs, a column for each model; nothing without records."""
+    found = {model: each for model in TITLES if (each := baseline(records, model)) is not None}
+    models = {model: each for model, each in found.items() if len(each.scores) > 1}
+    plot = Plot(
+        name="consistency",
+        caption=(
+            "Final scores of runs with seeds of their own: dots are runs, bars their means, the band is "
+            "the sequential mean and two standard deviations around it"
+        ),
+        alt=(
+            "A dot for each run: the sequential ones, then those of 1, 2, 4 and 8 stages, over a band of "
+            "two standard deviations around the sequential mean."
+        ),
+        draw=partial(_draw, records, models),
+        style=partial(paper_style, 1.1),
+    )
+    return [plot] if models else []
+
+
+def _draw(records: Sequence[Record], models: dict[str, Baseline]) -> Figure:
+    """A dot for each run, the means as lines, the margin as a band."""
+    import seaborn
+    from matplotlib.figure import Figure
+
+    protocol, figure = load_protocol(), Figure(figsize=(5.2 * len(models), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    for axes, (model, found) in zip(panels, models.items(), strict=True):
+        scale, unit = (100, " (%)") if model == "images" else (1, "")
+        mean, reach = scale * found.mean, scale * protocol.margin * found.deviation
+        own = {f"K = {k}": statistical(records, model, k).scores for k in protocol.plans[model].stages}
+        groups = {name: scores for name, scores in {"sequential": found.scores, **own}.items() if scores}
+        flat = [(name, scale * score) for name, scores in groups.items() for score in scores]
+        names, values = zip(*flat, strict=True)
+        axes.axhspan(mean - reach, mean + reach, color="0.9", zorder=0)
+        axes.axhline(mean, color="0.4", linewidth=1)
+        seaborn.swarmplot(x=names, y=values, color="0.35", ax=axes)
+        for place, scores in enumerate(groups.values()):
+            middle = scale * statistics.fmean(scores)
+            axes.hlines(middle, place - 0.3, place + 0.3, color="black", linewidth=1.5)
+        axes.set(title=TITLES[model], ylabel=f"final {METRICS[model]}{unit}", xlabel="")
+    without_frame(figure)
+    return figure

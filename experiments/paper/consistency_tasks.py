@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.paper.consistency_recipes import (
+from gpipe_bench.experiments.paper.consistency_protocol import (
     ImageRecipe,
     Subject,
     TextRecipe,

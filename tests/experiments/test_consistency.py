@@ -17,18 +17,24 @@ from torch import Tensor, nn
 
 from gpipe_bench.experiments.paper.consistency import EXPERIMENT
 from gpipe_bench.experiments.paper.consistency_judging import (
-    METRICS,
-    PATH,
     Finding,
     baseline,
+    beyond_the_margin,
     cells,
     exact,
-    load_protocol,
+    spreads,
     statistical,
+    tables,
     welch,
 )
-from gpipe_bench.experiments.paper.consistency_recipes import DAWNBENCH, DIGITS, TOPICS
-from gpipe_bench.experiments.paper.consistency_tables import beyond_the_margin, spreads, tables
+from gpipe_bench.experiments.paper.consistency_protocol import (
+    DAWNBENCH,
+    DIGITS,
+    METRICS,
+    PATH,
+    TOPICS,
+    load_protocol,
+)
 from gpipe_bench.experiments.paper.consistency_tasks import (
     Images,
     ImageTask,
@@ -224,7 +230,7 @@ def test_records_under_another_protocol_are_not_judged(
     other = load_protocol(tmp_path / PATH.name if (tmp_path / PATH.name).write_text(
         PATH.read_text().replace("\n# Ranges", "\n#  Ranges")
     ) else PATH)  # fmt: skip
-    for place in ("consistency_judging", "consistency_tables", "consistency"):
+    for place in ("consistency_judging", "consistency"):
         monkeypatch.setattr(f"gpipe_bench.experiments.paper.{place}.load_protocol", lambda: other)
     finding = found(records)
     assert finding.word == "not comparable"

@@ -1,23 +1,34 @@
-"""What a consistency run trains and how: every setting of the recipes, and on whose data, as plain data.
+"""What a consistency run trains, on whose data and from which seeds: plain data, fixed before the runs.
 
 The image recipe is the one with which AmoebaNet-D was submitted to DAWNBench (tensorflow/tpu
 `models/official/amoeba_net`): the paper's consistency experiment trains AmoebaNet-D (2, 128) for 35 epochs;
 its first version counts the normal cells of one stack, so that is (6, 128) here. The text recipe is Lingvo's
-for its one-billion-word GPipe model, scaled down. Scaling changes sizes and lengths and nothing else.
+for its one-billion-word GPipe model. Scaling changes sizes and lengths and nothing else.
 
-Profile and options choose a `Subject`: a recipe, and the user's data or ours. It is a description instead of
-the task itself, because it travels to the processes of a run, each of which loads its data alone, and because
-the cases are listed from it without torch. The user's data are looked at before anything is trained on them,
-so that a wrong path is one line at once. Nothing is decoded for that: what only decoding shows (a broken
-image) is reported by the case that meets it.
+Profile and options choose a `Subject`, which travels to the processes of a run, each of which loads its data
+alone; cases are listed from it without torch. A wrong path of the user's is one line at once, before anything
+is trained; what only decoding shows (a broken image) is reported by the case that meets it.
+
+A number of runs, a seed or a margin that may change after a look at the results makes any verdict possible.
+So all of them stand in results/consistency-protocol.toml; the runs take them from there and from nowhere
+else, every record names the file's digest, and records made under another file are not judged.
 """
 
 from __future__ import annotations
 
+import hashlib
+import tomllib
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
+import msgspec
+
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import RunOptions
+
+PATH = PUBLISHED / "consistency-protocol.toml"
+METRICS = {"images": "held-out accuracy", "text": "held-out perplexity"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,3 +179,61 @@ def check_folders(path: str) -> None:
         raise ValueError(
             f"--data {path}: it holds {found}; give a folder with at least two folders of images"
         )
+
+
+# The protocol
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The runs of one model.
+
+    Args:
+        sequential: seeds of the sequential runs
+        initial: seeds of the initial weights: run number i of the sequential ones and of every K begins with
+            the weights of number i
+        stages: number of stages K -> seeds of its runs
+    """
+
+    sequential: tuple[int, ...]
+    initial: tuple[int, ...]
+    stages: dict[int, tuple[int, ...]]
+
+    @property
+    def runs(self) -> int:
+        """Number of runs for each number of stages."""
+        return len(next(iter(self.stages.values())))
+
+
+class Protocol(msgspec.Struct, frozen=True):
+    """The whole file.
+
+    Args:
+        margin: distance in standard deviations of the sequential runs up to which accuracies are the same
+        alpha: of each of the two one-sided tests; the interval that must lie inside the margin has the
+            confidence 1 - 2 alpha
+        split_seed: of the choice of held-out examples
+        plans: by model
+        sha256: of the file's bytes
+    """
+
+    margin: float
+    alpha: float
+    split_seed: int
+    plans: dict[str, Plan]
+    sha256: str
+
+    @property
+    def digest(self) -> str:
+        """The beginning of `sha256`, as records' keys and the pages have it."""
+        return self.sha256[:12]
+
+
+@cache
+def load_protocol(path: Path = PATH) -> Protocol:
+    """The file. That its seeds are those of its rule, new and all different, is tested."""
+    content = path.read_bytes()
+    found = tomllib.loads(content.decode())
+    known = found["judged"] | {"split_seed": found["draw"]["split_seed"]}
+    known |= {"plans": {model: found[model] for model in METRICS}}
+    known |= {"sha256": hashlib.sha256(content).hexdigest()}
+    return msgspec.convert(known, Protocol, str_keys=True)

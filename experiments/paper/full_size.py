@@ -1,21 +1,22 @@
 """Models at their published size: their steps on an accelerator, their cuts into stages, and what fits.
 
 Operations and profiles are noted once, with a prime number of examples by which every length tells whether it
-grows with them; any size of the micro-batch follows without running anything. An operation takes the longer
-of two times: its multiplications at a share of the accelerator's peak, and its bytes at the bandwidth of the
-memory. Where products run on a systolic array they are padded to it: the inner dimension and the columns to
-its side, the rows to 8; tensors are kept in tiles of 8 by 128, of which the compiler picks the direction that
-pads less, and a micro-batch of fewer than 8 images takes as long as one of 8.
+grows with them; any size of the micro-batch follows. An operation takes the longer of two times: its
+multiplications at a share of the accelerator's peak, and its bytes at the bandwidth of the memory. Where
+products run on a systolic array they are padded to it: the inner dimension and the columns to its side, the
+rows to 8; tensors are kept in tiles of 8 by 128, of which the compiler picks the direction that pads less,
+and a micro-batch of fewer than 8 images takes as long as one of 8.
 
-What the paper states of its models is taken from it (results/unknowns.toml, the stated settings); the rest is
-no setting of the predictions: attention is written out, since nothing of that time fused it; layers of the
-Transformer are cut whole, ResNet-101 between any two of its 370 operations.
+What the paper states of its models is taken from it (results/unknowns.toml, the stated settings). Attention
+is written out, since nothing of that time fused it; layers of the Transformer are cut whole, ResNet-101
+between any two of its 370 operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -23,10 +24,27 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.experiments.paper.profiles import EXAMPLES, Reading, profiled_model, resized
+from gpipe_bench.experiments.paper.profiles import (
+    DEPTH,
+    EXAMPLES,
+    Reading,
+    amoebanet,
+    meta_model,
+    of_depth,
+    profiled_model,
+    resized,
+    transformer,
+)
+from gpipe_bench.harness.unknowns import Value
 from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.models.paper import HALVES, Column
+from gpipe_bench.pipeline.memory.profile import ModelProfile, fake_copy
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile
+from gpipe_bench.pipeline.memory.workers import stage_memory
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
@@ -89,15 +107,27 @@ class FullSize:
     def __hash__(self) -> int:
         return hash((self.model, *sorted(self.options.items())))
 
+    @cache  # noqa: B019
+    def noted(self) -> tuple[list[Noted], tuple[int, ...], list[Shape]]:
+        """Operations of every layer on `EXAMPLES`, those of the loss with the last; the number of parameters
+        of each; the inputs.
+        """
+        with torch.device("meta"):
+            modules: list[nn.Module] = [*MODELS[self.model](**self.options)]
+        inputs, target = map(Boundary.of, example_batch(self.model, EXAMPLES, device="meta", **self.options))
+        return (
+            layers_noted(modules, loss_fn(self.model, **self.options), inputs, target, later=True),
+            tuple(sum(p.numel() for p in module.parameters()) for module in modules),
+            _shapes(inputs),
+        )
+
     @property
     def layers(self) -> Sequence[Noted]:
-        """The operations of every layer on `EXAMPLES`, those of the loss with the last."""
-        return _noted(self)[0]
+        return self.noted()[0]
 
     @property
     def parameters(self) -> tuple[int, ...]:
-        """Number of parameters of each layer."""
-        return _noted(self)[1]
+        return self.noted()[1]
 
     def flops(self, examples: int) -> list[int]:
         """Multiplications and additions of every layer's forward."""
@@ -113,19 +143,58 @@ class FullSize:
         outputs = _shapes(self.layers[layer].outputs)
         return sum(num_bytes(each, examples, activation_format) for each in outputs if each[2])
 
+    @cache  # noqa: B019
     def seconds(
         self, accelerator: Accelerator, activation_format: str, examples: int, share_of_peak: float
     ) -> tuple[Seconds, ...]:
         """Seconds of every layer on a micro-batch. ValueError for an invalid share."""
-        return _seconds(self, accelerator, activation_format, examples, share_of_peak)
+        if not 0 < share_of_peak <= 1:
+            raise ValueError(
+                f"share_of_peak is {share_of_peak}; it must be above 0 and at most 1, such as 0.5"
+            )
+        tiles = self._tiles(accelerator)
+        if tiles == "images":
+            examples = padded(examples, ROWS)
+        found: dict[int, Seconds] = {}  # equal layers are one object
+        for layer in self.layers:
+            if id(layer) not in found:
+                ways = (layer.forward, layer.backward)
+                found[id(layer)] = Seconds(
+                    *(
+                        _time(way, accelerator, activation_format, examples, share_of_peak, tiles)
+                        for way in ways
+                    )
+                )
+        return tuple(found[id(layer)] for layer in self.layers)
 
+    def _tiles(self, accelerator: Accelerator) -> Tiles:
+        """How the accelerator keeps the model's tensors."""
+        if not accelerator.matrix_unit:
+            return None
+        lengths, *_ = self.noted()[2][0]
+        return "images" if len(lengths) == 4 else "sequences"
+
+    @cache  # noqa: B019
     def cut(self, cost: str, rule: str, num_stages: int) -> Partition | None:
         """The layers in stages, by a cost and rule of the unknowns; None where the rule leaves a stage empty.
 
         Seconds are those of a TPUv2: forward and backward of `CUT_EXAMPLES` in float32, at `CUT_SHARE` of the
         peak.
         """
-        return _cut(self, cost, rule, num_stages)
+        match cost:
+            case "operations":
+                costs: Sequence[float] = self.flops(1)
+            case "parameters":
+                costs = self.parameters
+            case "layers":
+                costs = [1] * len(self.layers)
+            case "seconds":
+                costs = [*map(sum, self.seconds(TPU_V2, "float32", CUT_EXAMPLES, CUT_SHARE))]
+            case _:
+                raise ValueError(
+                    f"unknown cost {cost!r} of a layer: use operations, parameters, layers or seconds"
+                )
+        return cut_by(tuple(map(float, costs)), rule, num_stages)
 
     def step(
         self,
@@ -155,9 +224,8 @@ class FullSize:
         ends = [span.stop - 1 for span in cut[:-1]]
         setup_s = 0.0
         if num_microbatches > 1 and setup == "the first accelerator":
-            inputs = _noted(self)[2]
-            tiles = _tiles(inputs) if accelerator.matrix_unit else None
-            held = sum(num_bytes(each, batch, activation_format, tiles) for each in inputs)
+            tiles = self._tiles(accelerator)
+            held = sum(num_bytes(each, batch, activation_format, tiles) for each in self.noted()[2])
             setup_s = 2 * held / accelerator.bytes_per_s
         moved = UPDATE_BYTES[self.optimizer]
         return Step(
@@ -175,54 +243,19 @@ class FullSize:
             },
         )
 
+    @cache  # noqa: B019
     def profiles(self, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
         """Profiles of all layers, and of the loss as the last. One example, and formats of 16 bits other than
         bfloat16, are taken as what scaling gives, though kernels may take other paths there.
         """
-        return _profiles(self, activation_format, examples)
-
-
-@cache
-def _noted(full: FullSize) -> tuple[list[Noted], tuple[int, ...], list[Shape]]:
-    """Operations and parameters of all layers, and the inputs."""
-    with torch.device("meta"):
-        modules: list[nn.Module] = [*MODELS[full.model](**full.options)]
-    inputs, target = map(Boundary.of, example_batch(full.model, EXAMPLES, device="meta", **full.options))
-    return (
-        layers_noted(modules, loss_fn(full.model, **full.options), inputs, target, later=True),
-        tuple(sum(p.numel() for p in module.parameters()) for module in modules),
-        _shapes(inputs),
-    )
+        reading = Reading(number_format="float32" if activation_format == "float32" else "bfloat16")
+        at = resized(profiled_model(reading, self.model, EXAMPLES, **self.options), examples)
+        return (*at.layers, at.loss)
 
 
 def _shapes(boundary: Boundary) -> list[Shape]:
     specs = [boundary.tensors[place] for place in boundary.distinct]
     return [(each.shape, each.dtype.itemsize, each.dtype.is_floating_point) for each in specs]
-
-
-def _tiles(inputs: Sequence[Shape]) -> Tiles:
-    """How a TPU keeps the tensors of a model with these inputs."""
-    return "images" if len(inputs[0][0]) == 4 else "sequences"
-
-
-@cache
-def _seconds(
-    full: FullSize, accelerator: Accelerator, activation_format: str, examples: int, share: float
-) -> tuple[Seconds, ...]:
-    if not 0 < share <= 1:
-        raise ValueError(f"share_of_peak is {share}; it must be above 0 and at most 1, such as 0.5")
-    layers, _, inputs = _noted(full)
-    tiles = _tiles(inputs) if accelerator.matrix_unit else None
-    if tiles == "images":
-        examples = padded(examples, ROWS)
-    found: dict[int, Seconds] = {}  # equal layers are one object
-    for layer in layers:
-        if id(layer) not in found:
-            ways = (layer.forward, layer.backward)
-            found[id(layer)] = Seconds(
-                *(_time(way, accelerator, activation_format, examples, share, tiles) for way in ways)
-            )
-    return tuple(found[id(layer)] for layer in layers)
 
 
 def _time(
@@ -289,39 +322,12 @@ def padded(length: int, multiple: int) -> int:
 
 
 @cache
-def _cut(full: FullSize, cost: str, rule: str, num_stages: int) -> Partition | None:
-    match cost:
-        case "operations":
-            costs: Sequence[float] = full.flops(1)
-        case "parameters":
-            costs = full.parameters
-        case "layers":
-            costs = [1] * len(full.layers)
-        case "seconds":
-            found = full.seconds(TPU_V2, "float32", CUT_EXAMPLES, CUT_SHARE)
-            costs = [layer.forward + layer.backward for layer in found]
-        case _:
-            raise ValueError(
-                f"unknown cost {cost!r} of a layer: use operations, parameters, layers or seconds"
-            )
-    return cut_by(tuple(map(float, costs)), rule, num_stages)
-
-
-@cache
 def cut_by(costs: tuple[float, ...], rule: str, num_stages: int) -> Partition | None:
     """Layers with these costs in stages; None where a rule of the unknowns leaves a stage empty."""
     try:
         return partition(costs, num_stages, RULES[rule])
     except ValueError:  # a stage without layers
         return None
-
-
-@cache
-def _profiles(full: FullSize, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
-    reading = Reading(number_format="float32" if activation_format == "float32" else "bfloat16")
-    found = profiled_model(reading, full.model, EXAMPLES, **full.options)
-    at = resized(found, examples)
-    return (*at.layers, at.loss)
 
 
 SIZES = {
@@ -356,3 +362,144 @@ def of_the_paper(
             "num_heads": 32, "seq_len": 1024, "vocab_size": vocab_size,
         },
     )  # fmt: skip
+
+
+# What an accelerator of Table 1 holds under given choices of what the paper does not state. Gradients of
+# parameters and copies of boundary tensors are not counted, as declared.
+
+Combination = Mapping[str, Value]
+"""Settings by name."""
+BYTES_PER_PARAMETER = 12
+PLAIN: Combination = {"activation_format": "float32"}
+"""Profiles of which only parameters or the number of layers are asked."""
+FIXED: dict[str, Combination] = {
+    "amoebanet": {"auxiliary_head": True, "num_classes": 1001},
+    "transformer": {},
+}
+"""Settings that hardly move a capacity, as in `HALVES`."""
+OPERATIONS_SAMPLED_AT = (144, 544, 1040)
+"""Widths; operations are quadratic in the width."""
+HEAD = 12
+"""Place of the auxiliary head in the sampled models."""
+
+
+class Held(NamedTuple):
+    """Bytes of one accelerator: all that comes and goes in a step, without gradients of parameters; and
+    parameters with the optimizer's state, and buffers.
+    """
+
+    moving: int
+    fixed: int
+
+
+def held_by_stages(half: str, column: Column, settings: Combination) -> tuple[Held, ...] | None:
+    """Every accelerator of a column; None where the partition would leave one without a layer."""
+    costs = _costs(half, column.num_layers, column.num_filters, settings)
+    cuts = cut_by(costs, str(settings["partition_rule"]), column.num_stages)
+    if cuts is None:
+        return None
+    count = 1 if column.is_naive else int(settings["num_microbatches"])
+    size = HALVES[half].batch_size // count
+    layers, loss = model_of(half, column.num_layers, column.num_filters, size, settings)
+    remat, last = "never" if column.is_naive else "always", len(cuts) - 1
+    found: dict[object, Held] = {}
+    stages = []
+    for index, cut in enumerate(cuts):
+        # All of the Transformer's layers between embedding and softmax are one.
+        like = (len(cut), index == 0, index == last) if half == "transformer" else index
+        if like not in found:
+            own, end = layers[cut.start : cut.stop], loss if index == last else None
+            found[like] = Held(
+                held_bytes(own, end, len(cuts), count, index == 0, remat),
+                sum(BYTES_PER_PARAMETER * each.num_parameters + each.buffer_bytes for each in own),
+            )
+        stages.append(found[like])
+    return tuple(stages)
+
+
+@cache
+def held_bytes(
+    layers: tuple[LayerProfile, ...], loss: LayerProfile | None, k: int, m: int, is_first: bool, remat: str
+) -> int:
+    """Bytes that a step of one stage takes and gives back, at its peak, without gradients of parameters."""
+    stage = replace(
+        stage_bytes(tuple(map(_bare, layers)), loss),
+        parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0,
+    )  # fmt: skip
+    schedule = gpipe(k, m, remat)
+    return stage_memory(stage, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=int(k > 1)).peak
+
+
+@cache
+def _bare(layer: LayerProfile) -> LayerProfile:
+    """The layer as if gradients of parameters took no memory, in every backward."""
+    first = layer.first
+    sizes = tuple(0 if storage in first.gradients else size for storage, size in enumerate(first.sizes))
+    first = replace(first, sizes=sizes)
+    return replace(layer, first=first, later=first)
+
+
+def model_of(
+    half: str, num_layers: int, num_filters: int, microbatch_size: int, settings: Combination
+) -> ModelProfile:
+    """The profiles of a model under some settings, without the gradients of parameters."""
+    reading = Reading(number_format=str(settings["activation_format"]), autocast=False, with_shapes=True)
+    if half == "transformer":
+        return transformer(reading, num_layers, microbatch_size)
+    return amoebanet(
+        reading, num_layers, num_filters, microbatch_size, int(settings["num_classes"]),
+        auxiliary_head=bool(settings["auxiliary_head"]),
+    )  # fmt: skip
+
+
+@cache
+def num_parameters(half: str, num_layers: int, num_filters: int) -> int:
+    """Number of parameters of a model, by its size."""
+    return model_of(half, num_layers, num_filters, 2, {**FIXED[half], **PLAIN}).num_parameters
+
+
+def _costs(half: str, num_layers: int, num_filters: int, settings: Combination) -> tuple[float, ...]:
+    """Cost of each layer in the choice of cuts."""
+    layers = model_of(half, num_layers, num_filters, 2, {**settings, **PLAIN}).layers
+    match settings["partition_cost"]:
+        case "layers":
+            return (1.0,) * len(layers)
+        case "parameters":
+            return tuple(float(layer.num_parameters) for layer in layers)
+    return _operations(half, num_layers, num_filters, bool(settings.get("auxiliary_head", False)))
+
+
+@cache
+def _operations(half: str, num_layers: int, num_filters: int, auxiliary_head: bool) -> tuple[float, ...]:
+    """Multiplications and additions of each layer's forward pass."""
+    if half == "transformer":
+        embedding, layer, softmax = map(float, _counted_operations(half, num_layers=1))
+        return (embedding, *[layer] * num_layers, softmax)
+    sizes = ({"num_layers": DEPTH, "num_filters": width} for width in OPERATIONS_SAMPLED_AT)
+    samples = zip(*(_counted_operations(half, **size) for size in sizes), strict=True)
+    layers = [float(_quadratic(OPERATIONS_SAMPLED_AT, values, num_filters)) for values in samples]
+    if not auxiliary_head:
+        del layers[HEAD]
+    return of_depth(layers, num_layers)
+
+
+def _quadratic(places: Sequence[int], values: Sequence[int], at: int) -> Fraction:
+    """The value at a place of the polynomial through all given ones."""
+    total = Fraction(0)
+    for place, value in zip(places, values, strict=True):
+        others = [each for each in places if each != place]
+        total += Fraction(value * prod(at - each for each in others), prod(place - each for each in others))
+    return total
+
+
+@cache
+def _counted_operations(half: str, **size: int) -> tuple[int, ...]:
+    value: Any = example_batch(HALVES[half].model, 2, device="meta", **HALVES[half].options)[0]
+    found = []
+    with FakeTensorMode(), torch.no_grad():
+        value = torch.empty(value.shape, dtype=value.dtype)
+        for layer in meta_model(half, **size):
+            with FlopCounterMode(display=False) as counter:
+                value = fake_copy(layer)(value)
+            found.append(counter.get_total_flops())
+    return tuple(found)

@@ -200,7 +200,7 @@ def _examples_per_s(full: FullSize, of: Run) -> float:
 
 def amoebanet_memory(of: Run) -> float:
     """Bytes of an AmoebaNet-D's peak activation memory, all accelerators, as Table 1 counts its own."""
-    from gpipe_bench.experiments.paper.largest import held_bytes
+    from gpipe_bench.experiments.paper.full_size import held_bytes
     from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
 
     model = amoebanet(Reading(autocast=False), of.layers, of.filters, of.examples, 1000, auxiliary_head=False)

@@ -18,14 +18,16 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.paper.evidence import SPEED_UPS, Worst, worst
-from gpipe_bench.experiments.paper.full_size import FullSize, Step, of_the_paper
-from gpipe_bench.experiments.paper.largest import (
+from gpipe_bench.experiments.paper.full_size import (
     BYTES_PER_PARAMETER,
+    FullSize,
+    Step,
+    held_by_stages,
     held_bytes,
-    largest_size,
     num_parameters,
-    stages_of,
-)
+    of_the_paper,
+)  # fmt: skip
+from gpipe_bench.experiments.paper.largest import largest_size
 from gpipe_bench.experiments.paper.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.paper import SENTENCES, load_paper
@@ -249,9 +251,9 @@ def table1(half: str, **given: Value) -> Numbers:
     settings = {name: declared[name] for name in (*names, "num_microbatches", *own)}
     values: Numbers = {}
     for column in COLUMNS[half]:
-        stages = stages_of(half, column, settings)
+        stages = held_by_stages(half, column, settings)
         values[table, "peak activation memory", column.name] = (
-            math.nan if stages is None else float(sum(stage.held for stage in stages))
+            math.nan if stages is None else float(sum(stage.moving for stage in stages))
         )
     return values if given else values | _capacities(half, declared, settings)
 
@@ -285,8 +287,8 @@ def _capacities(half: str, declared: Declared, settings: dict[str, Any]) -> Numb
 def _column_fits(
     half: str, settings: dict[str, Any], cap: int, column: Column, num_layers: int, num_filters: int
 ) -> bool:
-    stages = stages_of(half, replace(column, num_layers=num_layers, num_filters=num_filters), settings)
-    return stages is None or all(stage.fixed + stage.held <= cap for stage in stages)
+    stages = held_by_stages(half, replace(column, num_layers=num_layers, num_filters=num_filters), settings)
+    return stages is None or all(sum(stage) <= cap for stage in stages)
 
 
 # The stride control of v1, section 5. The paper moved a stride from the first convolution of AmoebaNet-D

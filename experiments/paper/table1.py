@@ -136,7 +136,7 @@ def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
     """Stages of the paper's model by themselves on a real GPU, under its cap."""
     if options.device != "cuda":
         return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
-    from gpipe_bench.experiments.paper.real_steps import run_column
+    from gpipe_bench.experiments.paper.largest import run_column
 
     return run_column(key["half"], key["column"], key["precision"], smallest=options.profile == "smoke")
 

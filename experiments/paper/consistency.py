@@ -58,7 +58,7 @@ def _training_cases(model: str, options: RunOptions) -> list[Case]:
     def case(
         part: str, num_stages: int, m: int, run: int, seed: int, how: str = "pipeline", processes: int = 1
     ) -> Case:
-        key = {
+        key: dict[str, Any] = {
             "part": part, "model": model, "engine": how, "num_stages": num_stages, "num_microbatches": m,
             "seed": seed, "initial_seed": plan.initial[run], "processes": processes,
             "protocol": protocol.digest,

@@ -49,7 +49,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
     if open_ is None:
         intervals = {k: apart(records, "images", k) for k in findings}
         value, low, high = map(max, zip(*intervals.values(), strict=True))
-        words = {k: word_of(*ends, protocol.margin) for k, (_, *ends) in intervals.items()}
+        words = {k: word_of(near, far, protocol.margin) for k, (_, near, far) in intervals.items()}
         metric = Metric(
             row, value, "standard deviations", "measured", low=low, high=high,
             key={"over": ", ".join(f"K={k}: {ANSWERS[word]}" for k, word in words.items())},

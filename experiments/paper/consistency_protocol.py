@@ -36,14 +36,13 @@ class ImageRecipe:
     """AmoebaNet-D and its training.
 
     Args:
-        num_layers, num_filters, image_size: of the model; images are scaled to `image_size` pixels.
         stem_filters: None: the reference's 32, which would be most of a small model.
         learning_rate_per_example: times the mini-batch is the rate that the warm-up reaches.
         decay_per_epoch: factor of the rate, as a staircase counted from the first step, down to
             `lowest_rate` of the initial one. The warm-up, linear from 0, replaces it while it lasts.
         epsilon: inside the root (see `RMSPropTF`).
         weight_decay: L2, of convolution and dense weights only.
-        average_decay: of the moving average of the weights, with TensorFlow's ramp.
+        average_decay: of the moving average of the weights.
         augment: random box crops and horizontal flips; digits must not be flipped.
         required_accuracy: held-out share right that trainings must reach, in the mean, to count as learned;
             0: ten points more than always naming the commonest class.
@@ -92,9 +91,8 @@ DIGITS = replace(
     num_epochs=7, learning_rate_per_example=0.0075, decay_per_epoch=0.6, weight_decay=1e-3, augment=False,
     required_accuracy=0.97, floor_accuracy=0.94, num_microbatches=2,
 )  # fmt: skip
-"""Scaled down to seconds on a laptop: NASNet's stem for small images, a rate that falls almost as far in 7
-epochs as in 35; a higher rate because 308 steps must do, and more weight decay because 1,438 images invite
-learning by heart."""
+"""Scaled down to seconds on a laptop: NASNet's stem for small images, a higher rate that falls almost as far
+in 7 epochs as in 35, and more weight decay because 1,438 images invite learning by heart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +101,6 @@ class TextRecipe:
 
     Args:
         vocab_size: pieces of the tokenizer, trained on the training text.
-        seq_len: tokens of an example.
         learning_rate: times the transformer schedule, d^-0.5 min(step^-0.5, step * warmup_steps^-1.5), with
             steps counted from 1.
         required_ratio: held-out perplexity over that of the unigram model that must be undercut.
@@ -159,13 +156,12 @@ def subject_of(model: str, options: RunOptions) -> Subject:
     full, smoke = options.profile == "full", options.profile == "smoke"
     if model == "text":
         return Subject(model, replace(TOPICS, num_steps=8) if smoke else TOPICS, split_seed=options.seed)
-    images = DAWNBENCH if full else DIGITS
-    if smoke:
-        images = replace(DIGITS, num_filters=8, image_size=9, num_epochs=1)
-    if options.data is not None and not full:
+    if full:
+        return Subject(model, DAWNBENCH, options.data, options.seed)
+    images = replace(DIGITS, num_filters=8, image_size=9, num_epochs=1) if smoke else DIGITS
+    if options.data is not None:
         images = replace(images, augment=True, required_accuracy=0.0, floor_accuracy=0.0)
-    limit = None if full else SMALL_SAMPLE
-    return Subject(model, images, data=options.data, split_seed=options.seed, limit=limit)
+    return Subject(model, images, options.data, options.seed, SMALL_SAMPLE)
 
 
 def check_folders(path: str) -> None:
@@ -185,13 +181,12 @@ def check_folders(path: str) -> None:
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The runs of one model.
+    """Seeds of the runs of one model.
 
     Args:
-        sequential: seeds of the sequential runs
-        initial: seeds of the initial weights: run number i of the sequential ones and of every K begins with
-            the weights of number i
-        stages: number of stages K -> seeds of its runs
+        sequential: of the sequential runs
+        initial: of the initial weights: run number i, sequential or of any K, begins with those of number i
+        stages: of the runs of each number of stages K
     """
 
     sequential: tuple[int, ...]
@@ -213,7 +208,6 @@ class Protocol(msgspec.Struct, frozen=True):
             confidence 1 - 2 alpha
         split_seed: of the choice of held-out examples
         plans: by model
-        sha256: of the file's bytes
     """
 
     margin: float

@@ -430,6 +430,17 @@ def held_bytes(
     return stage_memory(stage, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=int(k > 1)).peak
 
 
+def held_in_cut(
+    layers: Sequence[LayerProfile], loss: LayerProfile, cut: Partition, m: int, remat: str
+) -> list[int]:
+    """The same of every stage of a cut."""
+    return [
+        held_bytes(tuple(layers[span.start : span.stop]), loss if span is cut[-1] else None,
+                   len(cut), m, span is cut[0], remat)
+        for span in cut
+    ]  # fmt: skip
+
+
 @cache
 def _bare(layer: LayerProfile) -> LayerProfile:
     """The layer as if gradients of parameters took no memory, in every backward."""

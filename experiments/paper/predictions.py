@@ -200,18 +200,12 @@ def _examples_per_s(full: FullSize, of: Run) -> float:
 
 def amoebanet_memory(of: Run) -> float:
     """Bytes of an AmoebaNet-D's peak activation memory, all accelerators, as Table 1 counts its own."""
-    from gpipe_bench.experiments.paper.full_size import held_bytes
+    from gpipe_bench.experiments.paper.full_size import held_in_cut
     from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
 
-    model = amoebanet(Reading(autocast=False), of.layers, of.filters, of.examples, 1000, auxiliary_head=False)
-    cut = of.cut(len(model.layers))
-    return float(
-        sum(
-            held_bytes(model.layers[span.start : span.stop], model.loss if span is cut[-1] else None,
-                       len(cut), of.count, span.start == 0, of.remat)
-            for span in cut
-        )
-    )  # fmt: skip
+    reading = Reading(autocast=False)
+    layers, loss = amoebanet(reading, of.layers, of.filters, of.examples, 1000, auxiliary_head=False)
+    return float(sum(held_in_cut(layers, loss, of.cut(len(layers)), of.count, of.remat)))
 
 
 def unet_memory(of: Run, image_size: int = 192) -> tuple[int, tuple[int, ...]]:
@@ -229,7 +223,7 @@ def unet_memory(of: Run, image_size: int = 192) -> tuple[int, tuple[int, ...]]:
     from gpipe_bench.pipeline.memory.workers import stage_memory
     from gpipe_bench.pipeline.plan.named import gpipe
 
-    options = {"num_convs": of.layers, "num_filters": of.filters, "image_size": image_size}
+    options: dict[str, Any] = {"num_convs": of.layers, "num_filters": of.filters, "image_size": image_size}
     with torch.device("meta"):
         model = torch.nn.Sequential(*MODELS["unet"](**options))
     ends = map(Boundary.of, example_batch("unet", of.examples, device="meta", **options))

@@ -11,7 +11,7 @@ combination of results/unknowns.toml and a column for each number of the paper. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,22 +23,21 @@ from gpipe_bench.experiments.paper.full_size import (
     FullSize,
     Step,
     held_by_stages,
-    held_bytes,
+    held_in_cut,
     num_parameters,
     of_the_paper,
 )  # fmt: skip
 from gpipe_bench.experiments.paper.largest import largest_size
-from gpipe_bench.experiments.paper.workloads import Workload
+from gpipe_bench.experiments.paper.profiles import Reading, profiled_model
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.paper import SENTENCES, load_paper
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.report.grid import fill, numbers_text
-from gpipe_bench.harness.report.reproduced import BASELINE, CLAIMS, COUNTED, error_of
+from gpipe_bench.harness.report.reproduced import BASELINE, CLAIMS, COUNTED, EXTRA, Place, error_of
 from gpipe_bench.harness.reproduction import Value, load_reproduction
 from gpipe_bench.harness.units import convert
 from gpipe_bench.harness.unknowns import load_unknowns, points
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column
-from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.partition import Partition
@@ -47,8 +46,6 @@ from gpipe_bench.planner.accelerators import P100_16, TPUS
 if TYPE_CHECKING:
     import pandas as pd
 
-Place = tuple[str, str, str]
-"""Table, row and column, as in results/paper.csv."""
 Numbers = dict[Place, float]
 """NaN where the paper's own run does not fit; of a sentence about several K the worst."""
 
@@ -105,13 +102,9 @@ def fits(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: 
     if cut is None or batch < m:
         return False
     *layers, loss = full.profiles(declared["activation_format"], -(-batch // m))
-    return all(
-        held_bytes(tuple(layers[span.start : span.stop]), loss if span.stop == len(layers) else None,
-                   k, m, number == 0, remat)
-        + BYTES_PER_PARAMETER * sum(full.parameters[layer] for layer in span)
-        <= declared["memory_cap_bytes"]
-        for number, span in enumerate(cut)
-    )  # fmt: skip
+    fixed = [BYTES_PER_PARAMETER * sum(full.parameters[layer] for layer in span) for span in cut]
+    moving = held_in_cut(layers, loss, cut, m, remat)
+    return max(map(sum, zip(fixed, moving, strict=True))) <= declared["memory_cap_bytes"]
 
 
 def table2(model: str, **given: Value) -> Numbers:
@@ -178,20 +171,18 @@ def figure3(model: str, **given: Value) -> Numbers:
     declared = Declared(table, **given)
     full = _model("figure3", model, declared)
 
-    def fastest(k: int, m: int, remat: str) -> float:
-        return _fastest(full, declared, k, m, remat)[0]
-
     stages = (1, 2, 4, 8) if model == "resnet101" else (2, 4, 8)
-    base = fastest(stages[0], 1, declared["naive_remat"])
+    base, _ = _fastest(full, declared, stages[0], 1, declared["naive_remat"])
     m = int(declared["num_microbatches"])
+    rates = {f"pipeline-{k}": _fastest(full, declared, k, m, "always")[0] for k in stages}
     values: Numbers = {(table, row, f"naive-{stages[0]}"): base / base}
-    values |= {(table, row, f"pipeline-{k}"): fastest(k, m, "always") / base for k in stages}
+    values |= {(table, row, name): found / base for name, found in rates.items()}
     most = values[table, row, "pipeline-8"]
     if model == "amoebanet":
         share = "AmoebaNet-D (4, 512): share of a linear speed-up"
         return values | {(SENTENCES, share, "pipeline-8 over naive-2"): most / 4}
     one = values[table, row, "pipeline-1"]
-    extra = (SENTENCES, "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101")
+    extra = (SENTENCES, EXTRA, "pipeline-1 / naive-1, ResNet-101")
     return values | {extra: 100 * (1 / one - 1), (table, f"{row} by the text", "pipeline-8"): most}
 
 
@@ -260,7 +251,12 @@ def table1(half: str, **given: Value) -> Numbers:
 
 def _capacities(half: str, declared: Declared, settings: dict[str, Any]) -> Numbers:
     """Parameters of the largest models that fit, and the quotients that the paper makes of them."""
-    fits = partial(_column_fits, half, settings, declared["memory_cap_bytes"])
+
+    def fits(column: Column, num_layers: int, num_filters: int) -> bool:
+        sized = replace(column, num_layers=num_layers, num_filters=num_filters)
+        stages = held_by_stages(half, sized, settings)
+        return stages is None or all(sum(stage) <= declared["memory_cap_bytes"] for stage in stages)
+
     values: Numbers = {}
     largest: dict[str, int] = {}
     for column in COLUMNS[half]:
@@ -284,13 +280,6 @@ def _capacities(half: str, declared: Declared, settings: dict[str, Any]) -> Numb
     return values
 
 
-def _column_fits(
-    half: str, settings: dict[str, Any], cap: int, column: Column, num_layers: int, num_filters: int
-) -> bool:
-    stages = held_by_stages(half, replace(column, num_layers=num_layers, num_filters=num_filters), settings)
-    return stages is None or all(sum(stage) <= cap for stage in stages)
-
-
 # The stride control of v1, section 5. The paper moved a stride from the first convolution of AmoebaNet-D
 # (2, 256) to the last and says that activations grew fourfold and the model did not grow. Both are counted
 # under the declared configuration.
@@ -310,8 +299,7 @@ def stride(table: str, **given: Value) -> Numbers:
             "num_classes": declared["num_classes"], "image_size": declared["image_size"],
             "aux_head": declared["auxiliary_head"],
         }  # fmt: skip
-        workload = Workload("AmoebaNet-D", "amoebanet-d", options, STRIDE_EXAMPLES)
-        layers, loss = workload.profile(STRIDE_EXAMPLES, Profiler())
+        layers, loss = profiled_model(Reading(), "amoebanet-d", STRIDE_EXAMPLES, **options)
         kept = stage_bytes(layers, loss)
         sizes.append((kept.saved_bytes + kept.input_bytes, sum(layer.num_parameters for layer in layers)))
     rows = ("activation memory over the original's", COUNTED)
@@ -323,42 +311,34 @@ def stride(table: str, **given: Value) -> Numbers:
 
 # Cases ------------------------------------------------------------------------------------------------------
 
-COMPUTED: dict[str, dict[str, Callable[..., Numbers]]] = {
-    "table1": {"amoebanet": table1, "transformer": table1},
-    "table2": {"amoebanet": table2, "transformer": table2},
-    "table3": {"amoebanet": table3, "transformer": table3},
-    "figure3": {"resnet101": figure3, "amoebanet": figure3},
-    "table4": {"resnet101": table4},
-    "computed": {"control-stride": stride},
-}
-"""Functions that compute the numbers, by experiment and model."""
+COMPUTED: dict[str, Callable[..., Numbers]] = {
+    "table1": table1, "table2": table2, "table3": table3, "figure3": figure3, "table4": table4,
+    "computed": stride,
+}  # fmt: skip
+"""Functions that compute the numbers of a model, by experiment."""
 
 
 def run(experiment: str, case: Case) -> Outcome:
     """Computes one model's numbers; what does not fit has none."""
-    model = str(case.key["model"])
-    return Outcome(tuple(_metrics(COMPUTED[experiment][model](model))))
-
-
-def _metrics(values: Numbers) -> Iterator[Metric]:
-    for (table, row, column), value in values.items():
+    metrics = []
+    for (table, row, column), value in COMPUTED[experiment](str(case.key["model"])).items():
         key = {"table": table, "row": row, "column": column}
         if isinstance(value, Worst):
             key["over"] = value.over
-        yield Metric(
-            name="computed", key=key,
-            value=float(value) if math.isfinite(value) else None, unit=unit_of(table, row),
-            provenance="modelled", note="" if math.isfinite(value) else BASELINE,
+        known = math.isfinite(value)
+        metrics.append(
+            Metric(
+                name="computed", key=key, value=float(value) if known else None, unit=unit_of(table, row),
+                provenance="modelled", note="" if known else BASELINE,
+            )
         )  # fmt: skip
+    return Outcome(tuple(metrics))
 
 
 def unit_of(table: str, row: str) -> str:
     """Unit of a computed number."""
-    if row == "peak activation memory":
-        return "bytes"
-    if row == "maximum parameters":
-        return "parameters"
-    return "%" if table.startswith("breakdown") or row == "extra time by recomputation" else "ratio"
+    known = {"peak activation memory": "bytes", "maximum parameters": "parameters", EXTRA: "%"}
+    return known.get(row, "%" if table.startswith("breakdown") else "ratio")
 
 
 # The appendix: what the paper leaves open -------------------------------------------------------------------
@@ -399,7 +379,7 @@ def sweep(experiment: str, model: str) -> pd.DataFrame:
     settings = settings_of(experiment, model)
     rows, found = list(product(*settings.values())), []
     for values in rows:
-        numbers = COMPUTED[experiment][model](model, **dict(zip(settings, values, strict=True)))
+        numbers = COMPUTED[experiment](model, **dict(zip(settings, values, strict=True)))
         found.append(
             {
                 " | ".join(place): convert(number, unit_of(*place[:2]), printed[place].unit)
@@ -425,15 +405,8 @@ def text(experiment: str, model: str) -> str:
         most = max(effects, key=lambda level: effects[level].max() / effects[level].min(), default="")
         by = effects[most].max() / effects[most].min() if most and len(values) else 1.0
         span = f"{values.min():.3g} to {values.max():.3g}" if len(values) else "nothing fits"
-        lines.append(
-            [
-                f"{cell.row}, {cell.column}",
-                cell.printed,
-                span,
-                f"{100 * met[name].mean():.0f} %",
-                f"{most} x{by:.2f}",
-            ]
-        )
+        share = f"{100 * met[name].mean():.0f} %"
+        lines.append([f"{cell.row}, {cell.column}", cell.printed, span, share, f"{most} x{by:.2f}"])
     whole = fill(f"{int(met.all(axis=1).sum())} of {len(frame):,} combinations give the whole table.")
     headers = ["", "paper", "over all settings", "meet it", "moved most by"]
     return numbers_text(f"{experiment}, {model}: what the paper leaves open", headers, lines, whole)

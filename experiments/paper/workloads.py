@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
-
 SEED = 1811
 NUM_MICROBATCHES = 32  # of Table 3
 Layers = TypeVar("Layers", bound="nn.Module")
@@ -35,8 +33,7 @@ PROFILES = {
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model of the zoo at one size, with its mini-batch and its loss. Plain data until it builds itself, in
-    any process.
+    """A model of the zoo at one size, with its mini-batch and its loss; plain data until it builds itself.
 
     Args:
         title: the paper's name of the model
@@ -57,8 +54,7 @@ class Workload:
     def build(self, device: torch.device | str = "cpu", *, seed: int = SEED) -> nn.Sequential:
         """The layers, with the same weights in every process. On "meta" they take no memory.
 
-        An accelerator draws weights itself, which are good for timing: one thread of the host takes half a
-        minute to draw two billion.
+        An accelerator draws weights itself: one thread of the host takes half a minute for two billion.
         """
         import torch
 
@@ -92,13 +88,6 @@ class Workload:
         from gpipe_bench.models import loss_fn
 
         return loss_fn(self.model, **self.options)
-
-    def profile(self, microbatch_size: int, profiler: Profiler) -> ModelProfile:
-        """Profile of the layers and the loss for the memory model; nothing is allocated."""
-        from gpipe_bench.pipeline.memory.trace import Boundary
-
-        inputs, target = (Boundary.of(each) for each in self.example(microbatch_size, "meta"))
-        return profiler.model(self.build("meta"), self.loss(), inputs, target)
 
     def facts(self) -> dict[str, Any]:
         """Facts of the workload for a record."""
@@ -158,10 +147,10 @@ def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: Run
     """One case per model, whose steps say how far the replay errs; `estimates_s` are of the short profile on
     two cores.
     """
-    smoke = options.profile == "smoke"
+    seconds = zip(models, estimates_s, strict=True)
     return [
-        Case({"part": "replay error", "model": model}, 5.0 if smoke else estimate_s)
-        for model, estimate_s in zip(models, estimates_s, strict=True)
+        Case({"part": "replay error", "model": model}, 5.0 if options.profile == "smoke" else estimate_s)
+        for model, estimate_s in seconds
     ]
 
 
@@ -295,37 +284,31 @@ def fitted_microbatch(
     """Examples of the largest micro-batch, a power of two, whose stages stay under a memory cap, and the peak
     bytes of the fullest stage. ValueError if none fits.
     """
-    found, size = None, 1
-    while size <= LARGEST_MICROBATCH:
-        peak = peak_bytes(workload, num_stages, num_microbatches, size)
-        if peak > cap_bytes:
-            break
-        found, size = (size, peak), 2 * size
-    if found is None:
+    peak, size = peak_bytes(workload, num_stages, num_microbatches, 1), 1
+    if peak > cap_bytes:
         raise ValueError(
             f"{workload.model} on {num_stages} stages with {num_microbatches} micro-batches of one example "
             f"needs {peak:,} bytes on one stage; the cap is {cap_bytes:,}: raise it or take more stages"
         )
-    return found
+    while 2 * size <= LARGEST_MICROBATCH:
+        larger = peak_bytes(workload, num_stages, num_microbatches, 2 * size)
+        if larger > cap_bytes:
+            break
+        size, peak = 2 * size, larger
+    return size, peak
 
 
 def peak_bytes(workload: Workload, num_stages: int, num_microbatches: int, microbatch_size: int) -> int:
     """Peak bytes of the fullest stage under gpipe with re-materialization and RMSProp (modelled). The cut is
     by the estimated cost of the layers, since nothing has been timed yet.
     """
+    from gpipe_bench.experiments.paper.profiles import Reading, profiled_model
     from gpipe_bench.pipeline.memory.workers import pipeline_memory
 
     stages = partition(_layer_costs(workload), num_stages)
     schedule = gpipe(num_stages, num_microbatches, "always")
-    memory = pipeline_memory(*_profile(workload, microbatch_size), stages, schedule, receive_ahead=1)
-    return max(stage.peak for stage in memory)
-
-
-@cache
-def _profile(workload: Workload, microbatch_size: int) -> ModelProfile:
-    from gpipe_bench.pipeline.memory.profile import Profiler
-
-    return workload.profile(microbatch_size, Profiler(None))
+    profile = profiled_model(Reading(), workload.model, microbatch_size, **workload.options)
+    return max(stage.peak for stage in pipeline_memory(*profile, stages, schedule, receive_ahead=1))
 
 
 @cache

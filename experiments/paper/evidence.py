@@ -224,7 +224,7 @@ NAMES = {"normalised throughput": OURS, "normalised real throughput": RAN}
 
 
 def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> DataFrame:
-    """Every number of the configurations of `records`, and what is published and computed for their places."""
+    """Every number of the configurations of `records`, and what is published and computed for them."""
     from pandas import DataFrame
 
     computed = {

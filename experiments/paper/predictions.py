@@ -200,8 +200,7 @@ def _examples_per_s(full: FullSize, of: Run) -> float:
 
 def amoebanet_memory(of: Run) -> float:
     """Bytes of an AmoebaNet-D's peak activation memory, all accelerators, as Table 1 counts its own."""
-    from gpipe_bench.experiments.paper.full_size import held_in_cut
-    from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
+    from gpipe_bench.experiments.paper.profiles import Reading, amoebanet, held_in_cut
 
     reading = Reading(autocast=False)
     layers, loss = amoebanet(reading, of.layers, of.filters, of.examples, 1000, auxiliary_head=False)

@@ -18,17 +18,16 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.paper.evidence import SPEED_UPS, Worst, worst
-from gpipe_bench.experiments.paper.full_size import (
+from gpipe_bench.experiments.paper.full_size import FullSize, Step, of_the_paper
+from gpipe_bench.experiments.paper.largest import largest_size
+from gpipe_bench.experiments.paper.profiles import (
     BYTES_PER_PARAMETER,
-    FullSize,
-    Step,
+    Reading,
     held_by_stages,
     held_in_cut,
     num_parameters,
-    of_the_paper,
-)  # fmt: skip
-from gpipe_bench.experiments.paper.largest import largest_size
-from gpipe_bench.experiments.paper.profiles import Reading, profiled_model
+    profiled_model,
+)
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.paper import SENTENCES, load_paper
 from gpipe_bench.harness.record import Metric

@@ -12,7 +12,6 @@ from records import record
 from torch import nn
 
 from gpipe_bench.experiments.paper import largest as search
-from gpipe_bench.experiments.paper.full_size import Combination, held_by_stages
 from gpipe_bench.experiments.paper.largest import (
     Placement,
     Setting,
@@ -22,8 +21,10 @@ from gpipe_bench.experiments.paper.largest import (
     place_anyhow,
 )
 from gpipe_bench.experiments.paper.profiles import (
+    Combination,
     Reading,
     amoebanet,
+    held_by_stages,
     profiled,
 )
 from gpipe_bench.experiments.paper.profiles import transformer as relabelled

@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.experiments.paper import evidence
-from gpipe_bench.experiments.paper.workloads import (
-    PROFILES,
-    VERSION1,
-    Configuration,
-    Job,
-    real_cases,
-)
+from gpipe_bench.experiments.paper.workloads import PROFILES, VERSION1, Configuration, real_cases
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record
@@ -65,19 +59,16 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("figure3", case)
-    from gpipe_bench.experiments.paper.results import results
-    from gpipe_bench.experiments.paper.steps import measure, num_devices, run_real
+    from gpipe_bench.experiments.paper.steps import num_devices, run_real, timed
 
     name = str(case.key["model"])
-    sizes = VERSION1[name]
-    workload = sizes[options.profile]
+    workload = VERSION1[name][options.profile]
     if "part" in case.key:
         size = max(1, workload.batch_size // 2)
         return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     stages = STAGES[:2] if options.profile == "smoke" else STAGES
     plan = configurations(name, workload.batch_size, stages, num_devices(options.device))
-    job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
-    metrics, details = results(job, measure(job))
+    _, metrics, details = timed(workload, plan, ROUNDS[options.profile], options)
     return Outcome(tuple(metrics), details)
 
 

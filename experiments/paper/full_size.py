@@ -311,12 +311,7 @@ SIZES = {
 
 @cache
 def of_the_paper(
-    experiment: str,
-    model: str,
-    num_classes: int = 1000,
-    *,
-    d_model: int = 2048,
-    vocab_size: int = 32_000,
+    experiment: str, model: str, num_classes: int = 1000, *, d_model: int = 2048, vocab_size: int = 32_000
 ) -> FullSize:
     """A model of one of the paper's tables. Width and vocabulary are the Transformer's."""
     size = SIZES[experiment][model]

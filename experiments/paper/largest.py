@@ -19,12 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper.profiles import (
-    Reading,
-    amoebanet,
-    meta_model,
-    transformer,
-)
+from gpipe_bench.experiments.paper.profiles import Reading, amoebanet, meta_model, transformer
 from gpipe_bench.experiments.paper.workloads import materialized
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric
@@ -92,15 +87,6 @@ class Setting:
             return transformer(reading, num_layers, size, self.attention)
         return amoebanet(reading, num_layers, num_filters, size)
 
-    def peaks(self, profile: ModelProfile, num_microbatches: int) -> StagePeaks:
-        return StagePeaks(
-            profile.layers,
-            profile.loss,
-            self.schedule(num_microbatches),
-            "rmsprop",
-            receive_ahead=1 if self.num_stages > 1 else 0,
-        )
-
 
 @cache
 def _schedule(num_stages: int, num_microbatches: int, is_naive: bool) -> Schedule:
@@ -166,7 +152,8 @@ def _peaks(
             f"cannot cut {len(profile.layers)} layers into {setting.num_stages} stages: "
             f"use at most {len(profile.layers)}"
         )
-    return profile, setting.peaks(profile, num_microbatches)
+    schedule, ahead = setting.schedule(num_microbatches), int(setting.num_stages > 1)
+    return profile, StagePeaks(profile.layers, profile.loss, schedule, "rmsprop", receive_ahead=ahead)
 
 
 def place_anyhow(setting: Setting, num_layers: int, num_filters: int, num_microbatches: int) -> Placement:

@@ -55,21 +55,15 @@ class Reading:
     Args:
         number_format: of the activations, "float32" or "bfloat16"
         autocast: bfloat16 by autocast, as this engine has it, and not throughout
-        with_shapes: so that bytes can be counted in another format
     """
 
     number_format: str = "float32"
     autocast: bool = True
-    with_shapes: bool = False
 
     def profiler(self) -> Profiler:
         """A new profiler for it."""
         half = torch.bfloat16 if self.number_format == "bfloat16" else None
-        return Profiler(
-            autocast=half if self.autocast else None,
-            number_format=None if self.autocast else half,
-            with_shapes=self.with_shapes,
-        )
+        return Profiler(half) if self.autocast else Profiler(number_format=half)
 
     def boundary(self, boundary: Boundary) -> Boundary:
         """The model's input in the number format."""
@@ -105,10 +99,7 @@ def profiled_model(reading: Reading, name: str, microbatch_size: int, **options:
 
 
 def transformer(
-    reading: Reading,
-    num_layers: int,
-    microbatch_size: int,
-    attention: str = "explicit",
+    reading: Reading, num_layers: int, microbatch_size: int, attention: str = "explicit"
 ) -> ModelProfile:
     """Transformer-L of any depth with explicit or fused attention."""
     (embedding, layer, softmax), loss = _transformer(reading, microbatch_size, attention)
@@ -120,37 +111,26 @@ def _transformer(reading: Reading, microbatch_size: int, attention: str) -> Mode
     """Embedding, one layer, softmax and the loss."""
     examples = 1 if microbatch_size == 1 else EXAMPLES
     found = profiled(reading, "transformer", examples, num_layers=1, attention=attention)
-    if examples == 1:
-        return found
-    return resized(found, microbatch_size)
+    return found if examples == 1 else resized(found, microbatch_size)
 
 
 def amoebanet(
-    reading: Reading,
-    num_layers: int,
-    num_filters: int,
-    microbatch_size: int,
-    num_classes: int = 1001,
-    *,
+    reading: Reading, num_layers: int, num_filters: int, microbatch_size: int, num_classes: int = 1001, *,
     auxiliary_head: bool = True,
-) -> ModelProfile:
+) -> ModelProfile:  # fmt: skip
     """AmoebaNet-D (L, D). Where L or D lie outside of the family, and only there, every layer is profiled at
     its size.
     """
-    if not _is_of_the_family(num_layers, num_filters):
+    # Stacks with a third cell, widths with whole numbers of channels everywhere; at a width of 128 the stem
+    # needs no projection.
+    third_cell, whole = num_layers % 3 == 0 and num_layers >= 9, num_filters % 16 == 0 and num_filters != 128
+    if not (third_cell and whole):
         options = {"num_classes": num_classes, "aux_head": auxiliary_head}
         return profiled(
             reading, "amoebanet", microbatch_size, num_layers=num_layers, num_filters=num_filters, **options
         )
     found = _amoebanet(reading, num_filters, microbatch_size, num_classes, auxiliary_head)
     return ModelProfile(of_depth(found.layers, num_layers), found.loss)
-
-
-def _is_of_the_family(num_layers: int, num_filters: int) -> bool:
-    """Stacks with a third cell, widths with whole numbers of channels everywhere; at a width of 128 the stem
-    needs no projection.
-    """
-    return num_layers % 3 == 0 and num_layers >= 9 and num_filters % 16 == 0 and num_filters != 128
 
 
 def of_depth(layers: Sequence[T], num_layers: int) -> tuple[T, ...]:
@@ -211,8 +191,7 @@ def _resized(number: Callable[[int], int], profile: LayerProfile) -> LayerProfil
         return replace(given, tensors=tuple(replace(t, shape=every(t.shape)) for t in given.tensors))
 
     def trace(given: Trace) -> Trace:
-        shapes = tuple((*every(shape[:-1]), shape[-1]) for shape in given.shapes)
-        return replace(given, sizes=every(given.sizes), shapes=shapes)
+        return replace(given, sizes=every(given.sizes))
 
     return replace(
         profile,
@@ -321,7 +300,7 @@ def model_of(
     half: str, num_layers: int, num_filters: int, microbatch_size: int, settings: Combination
 ) -> ModelProfile:
     """The profiles of a model under some settings, without the gradients of parameters."""
-    reading = Reading(number_format=str(settings["activation_format"]), autocast=False, with_shapes=True)
+    reading = Reading(number_format=str(settings["activation_format"]), autocast=False)
     if half == "transformer":
         return transformer(reading, num_layers, microbatch_size)
     return amoebanet(

@@ -22,17 +22,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
-from gpipe_bench.experiments.paper.results import (
-    Found,
-    Steps,
-    TimedActions,
-    check_ran,
-    results,
-    samples_of,
-)
+from gpipe_bench.experiments.paper.results import Found, Steps, TimedActions, check_ran, results, samples_of
 from gpipe_bench.experiments.paper.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.environment import usable_cores
 from gpipe_bench.harness.experiment import Outcome, RunOptions
+from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.rounds import Usage, turns
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.pipeline import devices
@@ -68,6 +62,15 @@ def measure(job: Job) -> list[Found]:
     return found
 
 
+def timed(
+    workload: Workload, plan: Sequence[Configuration], rounds: int, options: RunOptions
+) -> tuple[list[Found], list[Metric], dict[str, Any]]:
+    """Takes the steps of a plan: what each process found, and numbers and details of all."""
+    job = Job(workload, tuple(plan), rounds, options.engine or "ours", options.device)
+    found = measure(job)
+    return found, *results(job, found)
+
+
 def run_real(
     workload: Workload, counts: Sequence[int], options: RunOptions, *, microbatch_size: int | None = None
 ) -> Outcome:
@@ -80,13 +83,12 @@ def run_real(
         return Outcome(status="skipped", reason="two stages need 2 devices or cores of their own")
     counts = counts[:2] if options.profile == "smoke" else counts
     sizes = [workload.batch_size if microbatch_size is None else m * microbatch_size for m in counts]
-    plan = tuple(
+    plan = [
         Configuration(k, m, size, runs_for_real=True)
         for k in stages
         for m, size in zip(counts, sizes, strict=True)
-    )
-    job = Job(workload, plan, REAL_ROUNDS[options.profile], options.engine or "ours", options.device)
-    metrics, details = results(job, measure(job))
+    ]
+    _, metrics, details = timed(workload, plan, REAL_ROUNDS[options.profile], options)
     return Outcome(tuple(metrics), details)
 
 
@@ -131,15 +133,15 @@ def work(job: Job) -> Found:
             layers_s.pop(size, None)
             too_large[size] = f"one layer at a time: {ran_out}"
             training.forget()
-    timed = {
+    configurations = {
         index: TimedConfiguration(each, training, partition(layers_s[each.microbatch_size], each.num_stages))
         for index, each in enumerate(job.configurations)
         if each.microbatch_size in layers_s
     }
-    for each in timed.values():
+    for each in configurations.values():
         each.take_turn(keep=False)  # warms up
     start = Usage.now()
-    for each in turns(list(timed.values()), job.rounds, job.seed):
+    for each in turns(list(configurations.values()), job.rounds, job.seed):
         each.take_turn()
     used, memory = Usage.now().since(start), dict[str, int]()
     if devices.is_accelerator(training.device):
@@ -148,17 +150,12 @@ def work(job: Job) -> Found:
             "reserved_bytes": torch.accelerator.max_memory_reserved(training.device),
             "alloc_retries": torch.accelerator.memory_stats(training.device).get("num_alloc_retries", 0),
         }
-    return Found(
-        tuple(
-            timed[index].found if index in timed else Steps(out_of_memory=too_large[each.microbatch_size])
-            for index, each in enumerate(job.configurations)
-        ),
-        copy_bandwidth(training.device),
-        conditions(),
-        used,
-        link,
-        memory,
+    found = {index: each.found for index, each in configurations.items()}
+    steps = (
+        found.get(index) or Steps(out_of_memory=too_large[each.microbatch_size])
+        for index, each in enumerate(job.configurations)
     )
+    return Found(tuple(steps), copy_bandwidth(training.device), conditions(), used, link, memory)
 
 
 class Training:
@@ -278,14 +275,9 @@ class TimedConfiguration:
         split(self._batch, configuration.num_microbatches)
         setup_s = perf_counter() - start_s
         return TimedActions(
-            self.found.partition,
-            configuration.num_microbatches,
-            configuration.remat,
-            samples_of([timeline]),
-            update_s,
-            setup_s,
-            *self._boundary_bytes,
-        )
+            self.found.partition, configuration.num_microbatches, configuration.remat,
+            samples_of([timeline]), update_s, setup_s, *self._boundary_bytes,
+        )  # fmt: skip
 
 
 def attempt(call: Callable[[], object]) -> str:

@@ -22,14 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.experiments.paper import evidence
-from gpipe_bench.experiments.paper.workloads import (
-    PROFILES,
-    TABLE2,
-    Configuration,
-    Job,
-    Workload,
-    real_cases,
-)
+from gpipe_bench.experiments.paper.workloads import PROFILES, TABLE2, Configuration, Workload, real_cases
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import REPRODUCTION, Metric, Record, from_samples, of_case
@@ -72,16 +65,13 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table2", case)
-    from gpipe_bench.experiments.paper.results import results
-    from gpipe_bench.experiments.paper.steps import measure, run_real
+    from gpipe_bench.experiments.paper.steps import run_real, timed
 
     workload = TABLE2[str(case.key["model"])][options.profile]
     if "part" in case.key:
         return run_real(workload, MICROBATCHES[options.profile], options)
-    batch = str(case.key["batch"])
-    configurations, facts = _configurations(workload, batch, options)
-    job = Job(workload, configurations, ROUNDS[options.profile], options.engine or "ours", options.device)
-    metrics, details = results(job, measure(job))
+    plan, facts = _configurations(workload, str(case.key["batch"]), options)
+    _, metrics, details = timed(workload, plan, ROUNDS[options.profile], options)
     return Outcome(tuple(metrics), {"model": workload.model, **facts, **details})
 
 

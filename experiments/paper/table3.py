@@ -116,7 +116,7 @@ def stage_counts(record: Record) -> list[int]:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """The steps over each link, and from which bandwidth on messages are hidden."""
+    """The steps over each link."""
     numbers = frame(of_case(records, "done"))
     if "link" not in numbers:
         return ""
@@ -184,19 +184,17 @@ def _throughput(records: Sequence[Record], laid_out: Mapping[str, Record]) -> Fi
         printed = evidence.published(TABLES[model])
         for k in stage_counts(record):
             numbers: list[tuple[str, str, Any]] = [
-                (
-                    evidence.OURS,
-                    LINKS[link],
-                    getattr(record.metric("normalised throughput", link=link, K=k), "value", None),
-                )
+                (evidence.OURS, LINKS[link], record.metric("normalised throughput", link=link, K=k))
                 for link in (record.details["judged"], "free link")
             ]
-            cell, ours = printed.get(("paper", "M=32", f"K={k}")), computed.get((TABLES[model], f"K={k}"))
             slow = LINKS[SAME_SHARE]
-            numbers += [(evidence.PAPER, slow, cell.value)] if cell else []
-            numbers += [(evidence.COMPUTED, slow, ours.value)] if ours else []
+            numbers.append((evidence.PAPER, slow, printed.get(("paper", "M=32", f"K={k}"))))
+            numbers.append((evidence.COMPUTED, slow, computed.get((TABLES[model], f"K={k}"))))
             at = {"title": record.details["title"], "scale": record.details["scale"], "K": k}
-            rows += [{**at, "metric": whose, "link": link, "value": value} for whose, link, value in numbers]
+            rows += [
+                {**at, "metric": whose, "link": link, "value": None if number is None else number.value}
+                for whose, link, number in numbers
+            ]
     return evidence.lines(DataFrame(rows), x="K", hue="link", y="throughput, K = 2 is 1")
 
 

@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.experiments.paper import evidence
-from gpipe_bench.experiments.paper.workloads import (
-    PROFILES,
-    VERSION1,
-    Configuration,
-    Job,
-    real_cases,
-)
+from gpipe_bench.experiments.paper.workloads import PROFILES, VERSION1, Configuration, real_cases
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, from_samples
@@ -67,8 +61,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table4", case)
-    from gpipe_bench.experiments.paper.results import by_turn, joined, link_of, results, take_apart
-    from gpipe_bench.experiments.paper.steps import measure, num_devices, run_real
+    from gpipe_bench.experiments.paper.results import by_turn, joined, link_of, take_apart
+    from gpipe_bench.experiments.paper.steps import num_devices, run_real, timed
 
     model = str(case.key["model"])
     workload = VERSION1[model][options.profile]
@@ -80,9 +74,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k <= real, counts=COUNTS)
         for k in (STAGES[:1] if options.profile == "smoke" else STAGES)
     )
-    job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
-    found = measure(job)
-    metrics, details = results(job, found)
+    found, metrics, details = timed(workload, plan, ROUNDS[options.profile], options)
     link = link_of(found, options.device)
     for index, configuration in enumerate(plan):
         turns = by_turn([each.steps[index] for each in found])
@@ -111,9 +103,8 @@ def cells(records: Sequence[Record]) -> list[Result]:
     note = f"Run here: {scale}, M = {NUM_MICROBATCHES}, exact cut by seconds."
     found = [each for each in record.metrics if each.name == SHARE]
     shares = {k: {str(each.key["part"]): each for each in found if each.key["K"] == k} for k in (2, 4)}
-    cells = [
-        (("breakdown-v5", part, SHARE), each) for part, each in shares[2].items() if part != "communication"
-    ]
+    two = {part: each for part, each in shares[2].items() if part != "communication"}
+    cells = [(("breakdown-v5", part, SHARE), each) for part, each in two.items()]
     if shares[4]:
         cells.append((("breakdown-v1", "load imbalance", "K=4"), shares[4]["load imbalance"]))
     results = [

@@ -275,12 +275,9 @@ def beyond_the_margin(records: Sequence[Record], model: str) -> list[int]:
     found, protocol = baseline(records, model), load_protocol()
     if found is None or len(found.scores) < FEWEST:
         return []
-    return [
-        k
-        for k in protocol.plans[model].stages
-        if len(statistical(records, model, k).scores) >= FEWEST
-        and apart(records, model, k)[2] > protocol.margin
-    ]
+    own = {k: statistical(records, model, k).scores for k in protocol.plans[model].stages}
+    enough = [k for k, scores in own.items() if len(scores) >= FEWEST]
+    return [k for k in enough if apart(records, model, k)[2] > protocol.margin]
 
 
 # Text: statistics, weights and what micro-batches change; asynchronous training stands beside it for contrast

@@ -145,19 +145,16 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.models import MODELS, count_parameters
 
         with torch.device("meta"):
-            return Outcome(
-                (_metric(COUNTED, count_parameters(MODELS["amoebanet-c"](**SIX_228)), "parameters"),)
-            )
+            count = count_parameters(MODELS["amoebanet-c"](**SIX_228))
+        return Outcome((_metric(COUNTED, count, "parameters"),))
     (of,) = [each for each in runs(part) if each.column == case.key["column"]]
     place = of.table, of.row, of.column
     if part == "activations":
         return Outcome((_metric(place, amoebanet_memory(of) / 2**30, "GiB"),))
     num_parameters, peaks = unet_memory(of)
+    counted = _metric((of.table, "parameters", of.column), num_parameters, "parameters")
     return Outcome(
-        (
-            _metric((of.table, "parameters", of.column), num_parameters, "parameters"),
-            _metric(place, sum(peaks) / 2**30, "GiB"),
-        ),
+        (counted, _metric(place, sum(peaks) / 2**30, "GiB")),
         {"title": f"U-Net ({of.layers}, {of.filters})", "peaks_bytes": list(peaks)},
     )
 
@@ -253,11 +250,11 @@ def _taken(layers: Sequence[nn.Module]) -> int:
 
 def _without(entering: Boundary, num_skips: int) -> Boundary:
     """The tensors that enter a stage, without the skips that only pass through: those after `num_skips`."""
-    count = 1 + num_skips
     if not entering.is_tuple:
         return entering
-    kept = replace(entering, tensors=entering.tensors[:count], same_as=entering.same_as[:count])
-    return replace(kept, is_tuple=count > 1)
+    kept = slice(1 + num_skips)
+    tensors, same_as = entering.tensors[kept], entering.same_as[kept]
+    return replace(entering, tensors=tensors, same_as=same_as, is_tuple=num_skips > 0)
 
 
 def cells(records: Sequence[Record]) -> list[Result]:

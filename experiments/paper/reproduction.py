@@ -2,10 +2,8 @@
 
 Each operation of the full model takes what the accelerator's published peaks allow, and the step is laid out;
 each layer is profiled on fake tensors, and a stage's bytes are added up to their peak (`modelled`). Whatever
-the paper leaves open comes from results/reproduction.toml, and from nowhere else. Half a minute for a table.
-
-The appendix says what these choices would move, over all that is allowed of each: a frame with a row for each
-combination of results/unknowns.toml and a column for each number of the paper. No verdict changes.
+the paper leaves open comes from results/reproduction.toml, and from nowhere else. The appendix says what
+these choices would move: a row for each combination of results/unknowns.toml. No verdict changes.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.evidence import SPEED_UPS, Worst, worst
+from gpipe_bench.experiments.paper.evidence import OF_SHARES, SPEED_UPS, Worst, worst
 from gpipe_bench.experiments.paper.full_size import FullSize, Step, of_the_paper
 from gpipe_bench.experiments.paper.largest import largest_size
 from gpipe_bench.experiments.paper.profiles import (
@@ -121,9 +119,8 @@ def table2(model: str, **given: Value) -> Numbers:
 
     found = _first_that_fits("table2", model, rates, given)
     values: Numbers = {(table, f"M={m}", f"K={k}"): found[k, m] / found[2, 1] for k, m in grid}
-    for row, column, m, divisor in SPEED_UPS[table]:
-        values[SENTENCES, row, column] = found[8, m] / found[2, m] / divisor
-    return values
+    row, column, divisor = SPEED_UPS[table]
+    return values | {(SENTENCES, row, column): found[8, 32] / found[2, 32] / divisor}
 
 
 def table3(model: str, **given: Value) -> Numbers:
@@ -212,15 +209,8 @@ def table4(model: str = "resnet101", **given: Value) -> Numbers:
     printed = ("computation", "recompute", "bubble", "load imbalance", "setup", "weight update")
     values: Numbers = {("breakdown-v5", part, "share of the step"): two[part] for part in printed}
     values["breakdown-v1", "load imbalance", "K=4"] = shares[4]["load imbalance"]
-    bubbles, recomputation = {}, {}
-    for k, of in shares.items():
-        rest = max(share for part, share in of.items() if part not in ("computation", "recompute"))
-        bubbles[f"K={k}"] = of["bubble"] / 100 * (m + k - 1) / (k - 1)
-        recomputation[f"K={k}"] = of["recompute"] / rest
-    for row, of_each in (
-        ("bubble observed over (K-1)/(M+K-1)", bubbles),
-        ("recomputation over the next largest overhead", recomputation),
-    ):
+    for row, number in OF_SHARES.items():
+        of_each = {f"K={k}": number(k, m, of) for k, of in shares.items()}
         values[SENTENCES, row, "ResNet-101"] = worst(row, "ResNet-101", of_each)
     return values
 

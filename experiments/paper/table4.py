@@ -91,7 +91,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return Outcome(tuple(metrics), details)
 
 
-Number = Callable[[int, Mapping[str, float]], float]
+Number = Callable[[int, int, Mapping[str, float]], float]
+NOTES = ("Share of K x step over the formula's", "Quotient of two shares of K x step")  # of the sentences
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
@@ -111,7 +112,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
         evidence.beside(records, record, place, metric, SETUP if place[1] == "setup" else note)
         for place, metric in cells
     ]
-    for number, row, what in SENTENCES:
+    for (row, number), note in zip(evidence.OF_SHARES.items(), NOTES, strict=True):
         ratios = {
             f"K={k}": ratio
             for k, of in shares.items()
@@ -122,31 +123,12 @@ def cells(records: Sequence[Record]) -> list[Result]:
             least = evidence.worst(row, JUDGED_COLUMN, numbers)
             metric = next(ratio for ratio in ratios.values() if ratio.value == least)
             metric = replace(metric, key={"over": least.over})
-            results += evidence.sentence(records, record, row, JUDGED_COLUMN, metric, what)
+            results += evidence.sentence(records, record, row, JUDGED_COLUMN, metric, note)
     return [*results, *reproduced.answers(records)]
 
 
 def _of_parts(number: Number, num_stages: int, parts: Sequence[str], *shares: float) -> float:
-    return number(num_stages, dict(zip(parts, shares, strict=True)))
-
-
-def _over_the_formula(num_stages: int, shares: Mapping[str, float]) -> float:
-    """The share of the bubble over the formula's, of the shares of all parts in percent."""
-    return shares["bubble"] / (100 * (num_stages - 1) / (NUM_MICROBATCHES + num_stages - 1))
-
-
-def _over_the_next(_: int, shares: Mapping[str, float]) -> float:
-    """Recomputation over the next largest overhead, likewise."""
-    others = shares.keys() - {"computation", "recompute"}
-    return shares["recompute"] / max(shares[part] for part in others)
-
-
-SENTENCES: tuple[tuple[Number, str, str], ...] = (
-    (_over_the_formula, "bubble observed over (K-1)/(M+K-1)", "Share of K x step over the formula's"),
-    (_over_the_next, "recomputation over the next largest overhead", "Quotient of two shares of K x step"),
-)
-"""The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1, section
-4.2, says both of two and of four stages. Number and row of a sentence, and what the number is."""
+    return number(num_stages, NUM_MICROBATCHES, dict(zip(parts, shares, strict=True)))
 
 
 def _taken_apart(records: Sequence[Record]) -> DataFrame:

@@ -2,7 +2,7 @@
 
 A scaled model keeps the number of layers and their kinds, so it cuts into stages as the paper's does; widths,
 images and sequences shrink until an action takes milliseconds. What that leaves comparable is the shape of a
-table, not its absolute speeds, and the tables say so. Importing this loads no torch.
+table, not its absolute speeds. Importing this loads no torch.
 """
 
 from __future__ import annotations

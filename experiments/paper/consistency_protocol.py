@@ -5,10 +5,6 @@ The image recipe is the one with which AmoebaNet-D was submitted to DAWNBench (t
 its first version counts the normal cells of one stack, so that is (6, 128) here. The text recipe is Lingvo's
 for its one-billion-word GPipe model. Scaling changes sizes and lengths and nothing else.
 
-Profile and options choose a `Subject`, which travels to the processes of a run, each of which loads its data
-alone; cases are listed from it without torch. A wrong path of the user's is one line at once, before anything
-is trained; what only decoding shows (a broken image) is reported by the case that meets it.
-
 A number of runs, a seed or a margin that may change after a look at the results makes any verdict possible.
 So all of them stand in results/consistency-protocol.toml; the runs take them from there and from nowhere
 else, every record names the file's digest, and records made under another file are not judged.
@@ -142,7 +138,7 @@ SMALL_SAMPLE = 1797
 
 @dataclass(frozen=True)
 class Subject:
-    """Description of a training, in a form that travels to another process."""
+    """Description of a training, in a form that travels to another process, which loads the data."""
 
     model: str
     recipe: ImageRecipe | TextRecipe

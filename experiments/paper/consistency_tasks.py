@@ -7,11 +7,10 @@ be taken up at any step. The default data come with Python and scikit-learn, so 
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,8 +56,7 @@ def chosen(step: int, seed: int, num_examples: int, batch_size: int) -> Tensor:
 def even_parts(number: int, size: int) -> Sequence[slice]:
     """Slices of `number` things, in parts of about `size`, none much smaller than the others."""
     parts = max(1, round(number / size))
-    edges = [number * i // parts for i in range(parts + 1)]
-    return [slice(a, b) for a, b in itertools.pairwise(edges)]
+    return [slice(number * i // parts, number * (i + 1) // parts) for i in range(parts)]
 
 
 # Images
@@ -233,8 +231,15 @@ def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit
     import_torchvision()
     from torchvision.datasets import ImageFolder
 
-    folder = ImageFolder(path)
-    load = partial(_decoded, folder.samples, _transforms(image_size, augment=augment))
+    folder, transforms = ImageFolder(path), _transforms(image_size, augment=augment)
+
+    def load(index: int, is_training: bool) -> tuple[Tensor, int]:
+        source, target = folder.samples[index]
+        try:
+            return transforms[is_training](folder.loader(source)), target
+        except OSError as error:
+            raise ValueError(f"{source} can't be read as an image; remove or replace it") from error
+
     train, held_out = split(len(folder), split_seed, limit)
     return Images(load, train, held_out, folder.targets, len(folder.classes))
 
@@ -248,20 +253,6 @@ def _transforms(size: int, *, augment: bool) -> Mapping[bool, Callable[[Any], Te
     whole = [T.Resize(round(size / 0.875)), T.CenterCrop(size)]
     plain = T.Compose([*whole, *end])
     return {False: plain, True: T.Compose([*box, T.ColorJitter(0.125, 0, 0.1), *end]) if augment else plain}
-
-
-def _decoded(
-    sources: Sequence[tuple[str, int]], transforms: Mapping[bool, Callable[[Any], Tensor]], index: int,
-    is_training: bool,
-) -> tuple[Tensor, int]:  # fmt: skip
-    from torchvision.datasets.folder import pil_loader
-
-    path, target = sources[index]
-    try:
-        image = pil_loader(path)
-    except OSError as error:
-        raise ValueError(f"{path} can't be read as an image; remove or replace it") from error
-    return transforms[is_training](image), target
 
 
 # Text. Tokenizer, unigram model and training examples come from the training part alone.

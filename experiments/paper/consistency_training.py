@@ -168,10 +168,9 @@ def evaluate(
 class WeightAverage:
     """Follows the floating-point state of a module; `applied` lends it the averages for an evaluation.
 
-    The recipe evaluates a moving average of the weights instead of the weights themselves. With TensorFlow's
-    ramp its decay starts low and rises towards its final value, so that short trainings do not average in
-    their random beginning. The running statistics of batch normalization are averaged along: they belong to
-    the weights they were seen with.
+    With TensorFlow's ramp the decay starts low and rises towards its final value, so that short trainings do
+    not average in their random beginning. The running statistics of batch normalization are averaged along:
+    they belong to the weights they were seen with.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -200,14 +199,12 @@ class WeightAverage:
 # What inconsistency looks like: an asynchronous pipeline in the manner of PipeDream.
 #
 # Whole mini-batches stream through K stages in 1F1B order, and every stage updates its weights after each
-# backward, without waiting for the others. So stage k, counted from 0, runs the forward of a mini-batch
-# K - 1 - k updates before the one that its gradient makes. With weight stashing the backward uses the weights
-# of its forward, which the stage keeps; without, it uses whatever the weights are by then, and the gradient
-# belongs to no function at all.
+# backward. So stage k, counted from 0, runs the forward of a mini-batch K - 1 - k updates before the one that
+# its gradient makes. With weight stashing the backward uses the weights of its forward, which the stage
+# keeps; without, whatever the weights are by then, and the gradient belongs to no function at all.
 #
 # A gradient depends on nothing that comes later, so the mini-batches are gone through one after the other,
-# each stage with the weights that it had. Staleness, versions and weights are those of K devices, the time is
-# not. With one stage both are the sequential training, bit for bit.
+# each stage with the weights that it had. With one stage both are the sequential training, bit for bit.
 
 
 @dataclass(frozen=True)

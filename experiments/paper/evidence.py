@@ -288,10 +288,10 @@ def _numbers(
             yield {"metric": source, "value": cell.value, "provenance": "published", "text": cell.printed}
 
 
-def interval(metric: Metric | None, why: str = "") -> str:
-    """`3.21 [3.15, 3.30]`, or why there is none."""
-    if metric is None or metric.value is None:
-        return f"not run: {why}" if why else "not run"
+def interval(metric: Metric) -> str:
+    """`3.21 [3.15, 3.30]`."""
+    if metric.value is None:
+        return "not run"
     if metric.low is None or metric.high is None or metric.low == metric.high:
         return f"{metric.value:.2f}"
     return f"{metric.value:.2f} [{metric.low:.2f}, {metric.high:.2f}]"

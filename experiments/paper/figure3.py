@@ -113,7 +113,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
     return found + reproduced.answers(records)
 
 
-def _place(record: Record, name: str) -> evidence.Place:
+def _place(record: Record, name: str) -> reproduced.Place:
     return f"figure3-{record.case['model']}", ROW, name
 
 

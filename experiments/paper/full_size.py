@@ -177,18 +177,10 @@ class FullSize:
         return cut_by(tuple(map(float, costs)), rule, num_stages)
 
     def step(
-        self,
-        accelerator: Accelerator,
-        activation_format: str,
-        cut: Partition,
-        batch: int,
-        num_microbatches: int,
-        *,
-        share_of_peak: float,
-        link: Link,
-        remat: str = "always",
+        self, accelerator: Accelerator, activation_format: str, cut: Partition, batch: int,
+        num_microbatches: int, *, share_of_peak: float, link: Link, remat: str = "always",
         setup: str = "the first accelerator",
-    ) -> Step:
+    ) -> Step:  # fmt: skip
         """A step of GPipe with that mini-batch, whose micro-batches are of the next whole size.
 
         `setup` says where a mini-batch is divided, which takes time on "the first accelerator" alone: it is
@@ -229,8 +221,8 @@ class FullSize:
         bfloat16, are taken as what scaling gives, though kernels may take other paths there.
         """
         reading = Reading(number_format="float32" if activation_format == "float32" else "bfloat16")
-        at = resized(profiled_model(reading, self.model, EXAMPLES, **self.options), examples)
-        return (*at.layers, at.loss)
+        layers, loss = resized(profiled_model(reading, self.model, EXAMPLES, **self.options), examples)
+        return (*layers, loss)
 
 
 def _shapes(boundary: Boundary) -> list[Shape]:

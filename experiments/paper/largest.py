@@ -184,7 +184,6 @@ def largest_size(
     """The size with most parameters of a family that fits; None where none does.
 
     Args:
-        half: the family
         fits, count: whether layers and filters fit, and their parameters
         step: of the filters
         guess: layers and filters near the answer, which costs few looks if it is good
@@ -209,13 +208,12 @@ def largest_size(
 
 def largest(setting: Setting) -> Placement:
     """The model with most parameters that fits. Raises ValueError if the smallest one does not."""
-    most = setting.microbatch_counts()[-1]
-    # The embedding and the softmax are layers too.
-    least = max(setting.num_stages - 2, 1)
+    counts = setting.microbatch_counts()
+    least = max(setting.num_stages - 2, 1)  # the embedding and the softmax are layers too
     best = largest_size(
         setting.half,
-        lambda num_layers, num_filters: fits(setting, num_layers, num_filters, most),
-        lambda num_layers, num_filters: setting.profile(num_layers, num_filters, most).num_parameters,
+        lambda *size: fits(setting, *size, counts[-1]),
+        lambda *size: setting.profile(*size, counts[-1]).num_parameters,
         step=FILTERS_STEP, guess=(least, FILTERS_STEP), least=least,
     )  # fmt: skip
     if best is None:
@@ -224,9 +222,7 @@ def largest(setting: Setting) -> Placement:
             f"{setting.num_stages} accelerator(s) with mini-batch {setting.batch_size}; use more stages"
         )
     num_layers, num_filters = best.num_layers, best.num_filters
-    fewest = next(
-        count for count in setting.microbatch_counts() if fits(setting, num_layers, num_filters, count)
-    )
+    fewest = next(count for count in counts if fits(setting, num_layers, num_filters, count))
     placement = place(setting, num_layers, num_filters, fewest)
     assert placement is not None, "a model that fits at the most micro-batches fits"
     return placement

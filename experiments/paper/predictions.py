@@ -183,10 +183,8 @@ def _examples_per_s(full: FullSize, of: Run) -> float:
     from gpipe_bench.pipeline.plan.links import Link
     from gpipe_bench.planner.accelerators import P40
 
-    choices = load_reproduction().of(LIKE)
-    share, bandwidth, latency = (
-        float(str(choices[name].value)) for name in ("share_of_peak", "link_bytes_per_s", "link_latency_s")
-    )
+    names, choices = ("share_of_peak", "link_bytes_per_s", "link_latency_s"), load_reproduction().of(LIKE)
+    share, bandwidth, latency = (float(str(choices[name].value)) for name in names)
     batch = of.count * of.examples
     step = full.step(
         P40, "float32", of.cut(len(full.layers)), batch, of.count,
@@ -241,9 +239,8 @@ def _taken(layers: Sequence[nn.Module]) -> int:
 
     own = taken = 0
     for layer in layers:
-        if isinstance(layer, Stash):
-            own += 1
-        elif isinstance(layer, Join):
+        own += isinstance(layer, Stash)
+        if isinstance(layer, Join):
             own, taken = (own - 1, taken) if own else (0, taken + 1)
     return taken
 

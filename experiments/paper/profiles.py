@@ -60,21 +60,6 @@ class Reading:
     number_format: str = "float32"
     autocast: bool = True
 
-    def profiler(self) -> Profiler:
-        """A new profiler for it."""
-        half = torch.bfloat16 if self.number_format == "bfloat16" else None
-        return Profiler(half) if self.autocast else Profiler(number_format=half)
-
-    def boundary(self, boundary: Boundary) -> Boundary:
-        """The model's input in the number format."""
-        if self.autocast or self.number_format == "float32":
-            return boundary
-        tensors = tuple(
-            replace(spec, dtype=torch.bfloat16) if spec.dtype.is_floating_point else spec
-            for spec in boundary.tensors
-        )
-        return replace(boundary, tensors=tensors)
-
 
 def meta_model(half: str, **options: Any) -> nn.Sequential:
     """The model of one half of Table 1, some options changed, without memory for its parameters."""
@@ -92,10 +77,15 @@ def profiled_model(reading: Reading, name: str, microbatch_size: int, **options:
     """The same of any model of the zoo with these options."""
     with torch.device("meta"):
         model = MODELS[name](**options)
-    inputs, target = example_batch(name, microbatch_size, device="meta", **options)
-    return reading.profiler().model(
-        model, loss_fn(name, **options), reading.boundary(Boundary.of(inputs)), Boundary.of(target)
-    )
+    inputs, target = map(Boundary.of, example_batch(name, microbatch_size, device="meta", **options))
+    half = torch.bfloat16 if reading.number_format == "bfloat16" else None
+    profiler = Profiler(half) if reading.autocast else Profiler(number_format=half)
+    if half and not reading.autocast:  # the inputs, too
+        specs = (
+            replace(each, dtype=half) if each.dtype.is_floating_point else each for each in inputs.tensors
+        )
+        inputs = replace(inputs, tensors=tuple(specs))
+    return profiler.model(model, loss_fn(name, **options), inputs, target)
 
 
 def transformer(

@@ -68,11 +68,6 @@ class Declared:
         value = self.choices[setting].value
         return value[0] if isinstance(value, tuple) else value
 
-    def several(self, setting: str) -> tuple[Value, ...]:
-        """All values of a setting, in their order."""
-        value = self.choices[setting].value
-        return value if isinstance(value, tuple) else (value,)
-
 
 # Speeds -----------------------------------------------------------------------------------------------------
 
@@ -101,7 +96,7 @@ def fits(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: 
     *layers, loss = full.profiles(declared["activation_format"], -(-batch // m))
     fixed = [BYTES_PER_PARAMETER * sum(full.parameters[layer] for layer in span) for span in cut]
     moving = held_in_cut(layers, loss, cut, m, remat)
-    return max(map(sum, zip(fixed, moving, strict=True))) <= declared["memory_cap_bytes"]
+    return bool(max(map(sum, zip(fixed, moving, strict=True))) <= declared["memory_cap_bytes"])
 
 
 def table2(model: str, **given: Value) -> Numbers:
@@ -139,15 +134,14 @@ def table3(model: str, **given: Value) -> Numbers:
 
 
 def _first_that_fits(
-    experiment: str,
-    model: str,
-    rates: Callable[[Declared, FullSize], dict[Any, float]],
+    experiment: str, model: str, rates: Callable[[Declared, FullSize], dict[Any, float]],
     given: Mapping[str, Value],
-) -> dict[Any, float]:
+) -> dict[Any, float]:  # fmt: skip
     """The rates with the first width under which all of them are there, else with the last."""
     table = f"{experiment}-{model}"
+    widths = Declared(table).choices["d_model"].value if model == "transformer" else 0
     found: dict[Any, float] = {}
-    for width in Declared(table).several("d_model") if model == "transformer" else (0,):
+    for width in widths if isinstance(widths, tuple) else (widths,):
         declared = Declared(table, **given, **({"d_model": width} if width else {}))
         found = rates(declared, _model(experiment, model, declared))
         if all(map(math.isfinite, found.values())):

@@ -115,7 +115,7 @@ def _in_order(record: Record) -> list[str]:
     return sorted(cells, key=lambda name: (cells[name]["num_stages"], cells[name]["num_microbatches"]))
 
 
-def _place(record: Record, name: str) -> evidence.Place:
+def _place(record: Record, name: str) -> reproduced.Place:
     stages, count = name.split()
     return TABLES[str(record.case["model"])], count, stages
 

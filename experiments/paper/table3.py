@@ -31,7 +31,7 @@ from gpipe_bench.experiments.paper.workloads import (
     real_cases,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Record, frame, interval_name, of_case
+from gpipe_bench.harness.record import Record, interval_name
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
@@ -115,34 +115,24 @@ def stage_counts(record: Record) -> list[int]:
 # Text and figures
 
 
-def tables(records: Sequence[Record]) -> str:
-    """The steps over each link."""
-    numbers = frame(of_case(records, "done"))
-    if "link" not in numbers:
-        return ""
-    steps = numbers[numbers.part == "steps"]
-    steps = steps[steps.metric == "normalised throughput"]
-    parts = []
-    for model, record in evidence.by_model(records, TABLES, part="steps").items():
-        of = steps[steps.model == model]
-        texts = of.assign(text=[_text(*each) for each in of[["value", "low", "high"]].to_numpy()])
-        wide = texts.pivot(index="K", columns="link", values="text")
-        wide = wide.reindex(index=stage_counts(record), columns=[*COLUMNS])
-        lines = [
-            [f"K={k}", *line]
-            for k, line in zip(wide.index, wide.astype(object).fillna("-").to_numpy(), strict=True)
-        ]
-        headers = ["", *(COLUMNS[name] for name in wide.columns)]
-        several = max(map(len, of.samples), default=0)
-        parts.append(numbers_text(_title(record, several), headers, lines))
-    return "\n\n".join(parts)
-
-
 COLUMNS = {SAME_SHARE: "PCIe,\nsame share", "PCIe": "PCIe", "free link": "free\nlink"}
 
 
-def _text(value: float, low: float, high: float) -> str:
-    return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
+def tables(records: Sequence[Record]) -> str:
+    """The steps over each link."""
+    parts = []
+    for record in evidence.by_model(records, TABLES, part="steps").values():
+        found = {
+            f"K={k}": [record.metric("normalised throughput", link=link, K=k) for link in COLUMNS]
+            for k in stage_counts(record)
+        }
+        lines = [
+            [name, *("-" if each is None else evidence.interval(each) for each in of)]
+            for name, of in found.items()
+        ]
+        several = max((len(each.samples) for of in found.values() for each in of if each), default=0)
+        parts.append(numbers_text(_title(record, several), ["", *COLUMNS.values()], lines))
+    return "\n\n".join(parts)
 
 
 def _title(record: Record, several: int) -> str:

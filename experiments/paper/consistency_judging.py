@@ -69,8 +69,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
 
 # The test. The margin is in standard deviations of the sequential runs, which are estimated from the same
 # few runs that make their mean. So the distance follows a noncentral t, and its interval is exact, if scores
-# spread as much at every K. Welch's interval, which the protocol does not have, stands beside it: it assumes
-# nothing of the spreads.
+# spread as much at every K. Welch's interval, which is not the protocol's, assumes nothing of the spreads.
 
 
 def word_of(low: float, high: float, margin: float) -> str:
@@ -81,9 +80,7 @@ def word_of(low: float, high: float, margin: float) -> str:
 
 
 def interval(distance: float, runs: int, baseline_runs: int, alpha: float) -> tuple[float, float]:
-    """The true distances that neither of two one-sided tests at `alpha` rejects; 0 stands for less than
-    none.
-    """
+    """The true distances, at least 0, that neither of two one-sided tests at `alpha` rejects."""
     from scipy.special import nctdtrinc
 
     # The standard deviation of the difference of the two means, in those of one run.

@@ -25,7 +25,6 @@ class Setting:
 
     Args:
         engine: "pipeline"; "sequential" is the plain model without any, so one stage and one micro-batch
-        num_stages, num_microbatches: of the pipeline
         seed: of the mini-batches, what augments them, and dropout
         device: "cpu" or "cuda"
         initial_seed: of the initial weights; None: the same
@@ -72,10 +71,9 @@ def trained(subject: Subject, setting: Setting, processes: int = 1) -> Trained:
         return train(task_of(subject), setting)
     if setting.device == "cuda" and devices.count("cuda") < processes:
         setting = replace(setting, device="cpu")  # what is asked is whether processes change anything
-    parts = launch(train_rank, processes, subject, setting, device=setting.device)
+    parts: list[Trained] = launch(train_rank, processes, subject, setting, device=setting.device)
     weights = {name: tensor for part in parts for name, tensor in part.weights.items()}
-    last: Trained = parts[-1]
-    return replace(last, weights=weights)
+    return replace(parts[-1], weights=weights)
 
 
 def train_rank(subject: Subject, setting: Setting) -> Trained:
@@ -112,16 +110,13 @@ def train(task: Task, setting: Setting, *, group: distributed.ProcessGroup | Non
         optimizer.step()
         optimizer.zero_grad()
         curve.add(float(loss.detach()))
+    weights = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
     spans = [model] if pipeline is None else pipeline.partition
-    return Trained(tuple(curve.points), _state(module), tuple(len(span) for span in spans))
+    return Trained(tuple(curve.points), weights, tuple(map(len, spans)))
 
 
 def _plain(model: nn.Sequential, inputs: Tensor, seed: int, step: int, device: str = "cpu") -> Any:
     return run_plain(model.children(), inputs, seed=seed, step=step, microbatch=0, device=device)
-
-
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
 
 
 class _Curve:

@@ -177,7 +177,7 @@ def peak_activations(schedule: Schedule, num_layers: int) -> Fraction:
 
 
 def _zoo() -> Mapping[tuple[str, str], dict[str, Any]]:
-    """Configurations that the paper counts in its text, by model and by size as the paper writes it."""
+    """Configurations that the paper counts in its text, by model and size as the paper writes it."""
     from gpipe_bench.models.zoo import CONFIGURATIONS
 
     def size(layers: int, filters: int = 0, ffn_dim: int = 0, num_heads: int = 0, **_: Any) -> str:
@@ -267,15 +267,10 @@ def _steps(found: Sequence[Record]) -> str:
     numbers = frame(found).pivot(index="schedule", columns=["num_microbatches", "metric"], values="value")
     shown = {"step": "{:g}".format, "bubble": _percent, "graphs alive on the first stage": "{:g}".format}
     counts = sorted({*numbers.columns.get_level_values(0)})
-    texts = {
-        name: [(numbers.at[name, (m, what)], say) for m in counts for what, say in shown.items()]
-        for name in VARIANTS
-        if name in numbers.index
-    }
-    lines = [
-        [VARIANTS[name].title, *("-" if math.isnan(value) else say(value) for value, say in of)]
-        for name, of in texts.items()
-    ]
+    lines = []
+    for name in (name for name in VARIANTS if name in numbers.index):
+        of = [(numbers.at[name, (m, what)], say) for m in counts for what, say in shown.items()]
+        lines.append([VARIANTS[name].title, *("-" if math.isnan(value) else say(value) for value, say in of)])
     headers = ["schedule", *(name for m in counts for name in (f"M={m}: step", "idle", "graphs"))]
     title = (
         f"The schedules drawn, K = {DRAWN_STAGES} (replayed): step in forwards of one micro-batch on one "

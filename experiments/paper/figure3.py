@@ -95,21 +95,17 @@ def cells(records: Sequence[Record]) -> list[Result]:
             for name, facts in record.details["cells"].items()
         }
         (base, *_), scale = of, record.details["scale"] or "at the full size"
-        cells = record.details["cells"]
-        names = [name for name in of if cells[name]["num_microbatches"] != TIMED_MICROBATCHES]
-        for name in names:
-            if (metric := of[name]) is not None:
-                note = f"Run here: {scale}, M = {NUM_MICROBATCHES}; the paper's batch and M are not stated."
+        note = f"Run here: {scale}, M = {NUM_MICROBATCHES}; the paper's batch and M are not stated."
+        for name, metric in of.items():
+            count = record.details["cells"][name]["num_microbatches"]
+            if metric is not None and count != TIMED_MICROBATCHES:
                 place = _place(record, name)
                 found.append(evidence.beside(records, record, place, metric, note, "as the step grows"))
         if base == "naive-1":
-            row, column = "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101"
-            pair = of[base], of.get("pipeline-1")
-            extra = evidence.derived(
-                "extra time", lambda naive, one: 100 * (naive / one - 1), *pair, unit="%"
-            )
+            pair, column = (of[base], of.get("pipeline-1")), "pipeline-1 / naive-1, ResNet-101"
+            extra = evidence.derived("extra time", lambda a, b: 100 * (a / b - 1), *pair, unit="%")
             note = "Seconds of a step with re-materialization over those without, less one"
-            found += evidence.sentence(records, record, row, column, extra, note)
+            found += evidence.sentence(records, record, reproduced.EXTRA, column, extra, note)
     return found + reproduced.answers(records)
 
 

@@ -118,12 +118,11 @@ class Placement:
     def describe(self) -> dict[str, Any]:
         """Facts for the record: where the cuts are and what fills each stage, in bytes."""
         return {
-            "num_layers": self.num_layers,
-            "num_filters": self.num_filters,
+            "num_layers": self.num_layers, "num_filters": self.num_filters,
             "num_microbatches": self.num_microbatches,
             "layers_per_stage": [len(stage) for stage in self.partition],
             "stages": [asdict(stage) for stage in self.stages],
-        }
+        }  # fmt: skip
 
 
 def place(
@@ -212,8 +211,8 @@ def largest(setting: Setting) -> Placement:
     least = max(setting.num_stages - 2, 1)  # the embedding and the softmax are layers too
     best = largest_size(
         setting.half,
-        lambda *size: fits(setting, *size, counts[-1]),
-        lambda *size: setting.profile(*size, counts[-1]).num_parameters,
+        lambda layers, filters: fits(setting, layers, filters, counts[-1]),
+        lambda layers, filters: setting.profile(layers, filters, counts[-1]).num_parameters,
         step=FILTERS_STEP, guess=(least, FILTERS_STEP), least=least,
     )  # fmt: skip
     if best is None:
@@ -271,12 +270,10 @@ class MadeUp(InProcess):
         """Dropped at once, as if it had left."""
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
-        ends = self._outputs
+        specs = ((index, self._outputs.tensors[index]) for index in self._outputs.distinct)
         return tuple(
-            self._make(ends.tensors[index])
-            if ends.tensors[index].requires_grad and index not in self._unused
-            else None
-            for index in ends.distinct
+            self._make(spec) if spec.requires_grad and index not in self._unused else None
+            for index, spec in specs
         )
 
     def _make(self, spec: TensorSpec) -> torch.Tensor:

@@ -81,9 +81,8 @@ def profiled_model(reading: Reading, name: str, microbatch_size: int, **options:
     half = torch.bfloat16 if reading.number_format == "bfloat16" else None
     profiler = Profiler(half) if reading.autocast else Profiler(number_format=half)
     if half and not reading.autocast:  # the inputs, too
-        specs = (
-            replace(each, dtype=half) if each.dtype.is_floating_point else each for each in inputs.tensors
-        )
+        kinds = [half if each.dtype.is_floating_point else each.dtype for each in inputs.tensors]
+        specs = (replace(each, dtype=kind) for each, kind in zip(inputs.tensors, kinds, strict=True))
         inputs = replace(inputs, tensors=tuple(specs))
     return profiler.model(model, loss_fn(name, **options), inputs, target)
 

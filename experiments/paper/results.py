@@ -66,13 +66,10 @@ class TimedActions:
     def times(self, link: Link) -> dict[str, Any]:
         """Arguments of a replay of the program."""
         return {
-            "action_s": self.medians_s(),
-            "link": link,
-            "activation_bytes": self.activation_bytes,
+            "action_s": self.medians_s(), "link": link, "activation_bytes": self.activation_bytes,
             "gradient_bytes": self.gradient_bytes,
-            "setup_s": [self.setup_s] + [0.0] * (self.num_stages - 1),
-            "update_s": self.update_s,
-        }
+            "setup_s": [self.setup_s] + [0.0] * (self.num_stages - 1), "update_s": self.update_s,
+        }  # fmt: skip
 
     def to_data(self) -> dict[str, Any]:
         """The actions as a record keeps them; times in milliseconds, medians and extremes."""
@@ -144,9 +141,8 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
     """Numbers and details of all configurations; ratios are within a round, to the first configuration. A
     real step is held against the one that is laid out with as many micro-batches as really ran.
 
-    Throughput is compared within a round, in which all configurations took turns there and back. Such rounds
-    are long and few, so each direction gives a ratio of its own: a machine that drifts moves the two apart,
-    the median lies between them, and the interval says how far they are from each other.
+    Throughput is compared within a round, in which all configurations took turns there and back. Rounds are
+    long and few, so each direction gives a ratio of its own: a machine that drifts moves the two apart.
     """
     link = link_of(found, job.device)
     throughput, real = [], []

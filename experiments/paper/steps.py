@@ -310,8 +310,8 @@ def measured_link(device: torch.device) -> Link:
     """The slowest of the links between neighbouring ranks, as a pipeline's messages find it; all ranks must
     call.
 
-    Between the GPUs of a machine it may be NVLink, a switch or the host's memory, which differ by a factor of
-    thirty, and nothing else says which. A message of four bytes tells the latency, a large one the bandwidth.
+    Between GPUs it may be NVLink, a switch or the host's memory, which differ by a factor of thirty. Four
+    bytes tell the latency, a large message the bandwidth.
     """
     group = None
     if devices.is_accelerator(device):  # a pipeline's messages take fewer thread blocks than torch's own

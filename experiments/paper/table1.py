@@ -49,9 +49,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def _on_a_gpu(smoke: bool) -> list[Case]:
-    """Cases on a GPU, the most telling first: the model without GPipe beside the same with it. Their ratios
-    are the paper's factors of 25 and 3.8.
-    """
+    """Cases on a GPU, the most telling first: models on one, whose ratios are the paper's 25 and 3.8."""
     every = [
         (half, each)
         for half, columns in COLUMNS.items()

@@ -132,9 +132,7 @@ def _ratio(over: float | None, under: float | None) -> str:
 
 
 def _devices(records: Sequence[Record]) -> str:
-    """Real stages on a GPU, where they ran, beside what the paper says of them: its models ran there, so by
-    the paper every one fits.
-    """
+    """Real stages on a GPU, where they ran, beside the paper's, by which every one fits."""
     lines = []
     for record in of_case(records, part="device"):
         name = [record.case["half"], record.case["column"], record.case.get("precision", "float32")]

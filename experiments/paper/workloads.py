@@ -101,10 +101,7 @@ def materialized(layer: Layers, device: torch.device) -> Layers:
     layer.to_empty(device=device)
     with torch.no_grad():
         for parameter in layer.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.02)
-            else:
-                parameter.fill_(1.0)
+            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         for name, buffer in layer.named_buffers():
             buffer.fill_(1) if name.endswith("running_var") else buffer.zero_()
     return layer.train()
@@ -144,13 +141,10 @@ class Job(NamedTuple):
 
 
 def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: RunOptions) -> list[Case]:
-    """One case per model, whose steps say how far the replay errs; `estimates_s` are of the short profile on
-    two cores.
-    """
-    seconds = zip(models, estimates_s, strict=True)
+    """A case per model, whose steps say how far the replay errs; `estimates_s` are of two cores."""
     return [
         Case({"part": "replay error", "model": model}, 5.0 if options.profile == "smoke" else estimate_s)
-        for model, estimate_s in seconds
+        for model, estimate_s in zip(models, estimates_s, strict=True)
     ]
 
 
@@ -257,8 +251,7 @@ VERSION1: Mapping[str, Sizes] = {
 
 # The mini-batch fitted to memory, as the paper chose its own (section 3: "adjusted to fit memory")
 
-FITTED_MICROBATCHES = 2  # that are run
-LARGEST_MICROBATCH = 32
+FITTED_MICROBATCHES, LARGEST_MICROBATCH = 2, 32  # micro-batches that are run, examples of one
 
 
 def fitted(
@@ -272,10 +265,10 @@ def fitted(
     for k, m in cells:
         examples, peaks[f"K={k} M={m}"] = fitted_microbatch(workload, k, m, workload.cap_bytes)
         counts[k, examples] = (*counts.get((k, examples), ()), m)
-    ran = FITTED_MICROBATCHES
+    ran, facts = FITTED_MICROBATCHES, {"cap_bytes": workload.cap_bytes, "modelled_peak_bytes": peaks}
     return tuple(
         Configuration(k, ran, ran * examples, counts=several) for (k, examples), several in counts.items()
-    ), {"cap_bytes": workload.cap_bytes, "modelled_peak_bytes": peaks}
+    ), facts
 
 
 def fitted_microbatch(

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -30,13 +29,7 @@ from gpipe_bench.harness.report.reproduced import Place, errors
 from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.verdict import Result
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from gpipe_bench.experiments.paper.full_size import FullSize
-    from gpipe_bench.pipeline.memory.trace import Boundary
-    from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.partition import Partition
 
 PATH = PUBLISHED / "torchgpipe.csv"
 LIKE = "table3-amoebanet"
@@ -113,9 +106,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The layers of every stage. Raises ValueError where the balance does not name all of them."""
         balance = [*map(int, self.balance.split())] or [num_layers]
         if sum(balance) != num_layers:
-            raise ValueError(
-                f"{self.table} {self.column}: {balance} has {sum(balance)} of {num_layers} layers"
-            )
+            raise ValueError(f"{self.table}: {balance} names {sum(balance)} of {num_layers} layers")
         return tuple(range(*ends) for ends in pairwise(accumulate(balance, initial=0)))
 
 
@@ -129,9 +120,8 @@ def runs(case: str) -> list[Run]:
 
 def cases(options: RunOptions) -> list[Case]:
     speeds = [Case({"part": "torchgpipe", "script": script}, 6.0) for script in SPEEDS]
-    memory = [
-        Case({"part": p, "column": of.column}, 3.0) for p in ("memory", "activations") for of in runs(p)
-    ]
+    kept = [*runs("memory"), *runs("activations")]
+    memory = [Case({"part": of.case, "column": of.column}, 3.0) for of in kept]
     return [*(speeds[1:2] if options.profile == "smoke" else speeds + memory), Case({"part": "count"}, 2.0)]
 
 
@@ -147,50 +137,47 @@ def run(case: Case, options: RunOptions) -> Outcome:
         with torch.device("meta"):
             count = count_parameters(MODELS["amoebanet-c"](**SIX_228))
         return Outcome((_metric(COUNTED, count, "parameters"),))
+    from gpipe_bench.experiments.paper.profiles import unet_memory
+
     (of,) = [each for each in runs(part) if each.column == case.key["column"]]
     place = of.table, of.row, of.column
     if part == "activations":
         return Outcome((_metric(place, amoebanet_memory(of) / 2**30, "GiB"),))
-    num_parameters, peaks = unet_memory(of)
+    options = {"num_convs": of.layers, "num_filters": of.filters, "image_size": 192}
+    num_parameters, peaks = unet_memory(options, of.cut, of.examples, of.count, of.remat)
     counted = _metric((of.table, "parameters", of.column), num_parameters, "parameters")
     return Outcome(
         (counted, _metric(place, sum(peaks) / 2**30, "GiB")),
-        {"title": f"U-Net ({of.layers}, {of.filters})", "peaks_bytes": list(peaks)},
+        {"title": f"U-Net ({of.layers}, {of.filters})", "peaks_bytes": peaks},
     )
 
 
 def _metric(cell: Place, value: float, unit: str) -> Metric:
-    table, row, column = cell
-    key: dict[str, Scalar] = {"table": table, "row": row, "column": column}
+    key: dict[str, Scalar] = dict(zip(("table", "row", "column"), cell, strict=True))
     return Metric(name="prediction", key=key, value=value, unit=unit, provenance="modelled")
 
 
 def _speeds(script: str) -> Outcome:
     """All published speeds of one script, and their ratios to the first."""
     from gpipe_bench.experiments.paper.full_size import FullSize
-
-    full, found, first = FullSize(*SPEEDS[script]), list[Metric](), 0.0
-    for of in runs(script):
-        rate = _examples_per_s(full, of)
-        found.append(_metric((of.table, of.row, of.column), rate, "samples/s"))
-        if of.ratio and first:
-            found.append(_metric((of.table, of.ratio, of.column), rate / first, "ratio"))
-        first = first or rate
-    return Outcome(tuple(found))
-
-
-def _examples_per_s(full: FullSize, of: Run) -> float:
     from gpipe_bench.pipeline.plan.links import Link
     from gpipe_bench.planner.accelerators import P40
 
     names, choices = ("share_of_peak", "link_bytes_per_s", "link_latency_s"), load_reproduction().of(LIKE)
     share, bandwidth, latency = (float(str(choices[name].value)) for name in names)
-    batch = of.count * of.examples
-    step = full.step(
-        P40, "float32", of.cut(len(full.layers)), batch, of.count,
-        share_of_peak=share, link=Link(LIKE, latency, bandwidth), remat=of.remat,
-    )  # fmt: skip
-    return batch / step.makespan_s
+    full, found, first = FullSize(*SPEEDS[script]), list[Metric](), 0.0
+    for of in runs(script):
+        batch = of.count * of.examples
+        step = full.step(
+            P40, "float32", of.cut(len(full.layers)), batch, of.count,
+            share_of_peak=share, link=Link(LIKE, latency, bandwidth), remat=of.remat,
+        )  # fmt: skip
+        rate = batch / step.makespan_s
+        found.append(_metric((of.table, of.row, of.column), rate, "samples/s"))
+        if of.ratio and first:
+            found.append(_metric((of.table, of.ratio, of.column), rate / first, "ratio"))
+        first = first or rate
+    return Outcome(tuple(found))
 
 
 def amoebanet_memory(of: Run) -> float:
@@ -200,58 +187,6 @@ def amoebanet_memory(of: Run) -> float:
     reading = Reading(autocast=False)
     layers, loss = amoebanet(reading, of.layers, of.filters, of.examples, 1000, auxiliary_head=False)
     return float(sum(held_in_cut(layers, loss, of.cut(len(layers)), of.count, of.remat)))
-
-
-def unet_memory(of: Run, image_size: int = 192) -> tuple[int, tuple[int, ...]]:
-    """Parameters of a U-Net, and the peak of every accelerator in bytes that tensors hold.
-
-    Nothing of its size is allocated. Stages between those of a skip hold nothing of it. Gradients of skips
-    that wait for their stage are not counted.
-    """
-    import torch
-
-    from gpipe_bench.models import MODELS, count_parameters, example_batch, loss_fn
-    from gpipe_bench.pipeline.memory.profile import Profiler
-    from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
-    from gpipe_bench.pipeline.memory.trace import Boundary
-    from gpipe_bench.pipeline.memory.workers import stage_memory
-    from gpipe_bench.pipeline.plan.named import gpipe
-
-    options: dict[str, Any] = {"num_convs": of.layers, "num_filters": of.filters, "image_size": image_size}
-    with torch.device("meta"):
-        model = torch.nn.Sequential(*MODELS["unet"](**options))
-    ends = map(Boundary.of, example_batch("unet", of.examples, device="meta", **options))
-    profiler = Profiler()
-    layers, loss = profiler.model(model, loss_fn("unet", **options), *ends)
-    cut, peaks = of.cut(len(model)), []
-    schedule = gpipe(len(cut), of.count, of.remat)
-    for actions, span in zip(schedule.actions, cut, strict=True):
-        own = [model[layer] for layer in span]
-        entering = _without(layers[span.start].inputs, _taken(own))
-        stage = stage_bytes(profiler.chain(own, entering), loss if span is cut[-1] else None)
-        peaks.append(stage_memory(stage, actions, "sgd", is_first=span.start == 0).peak)
-    return count_parameters(model), tuple(peaks)
-
-
-def _taken(layers: Sequence[nn.Module]) -> int:
-    """How many skips the layers take from stages before them."""
-    from gpipe_bench.models.unet import Join, Stash
-
-    own = taken = 0
-    for layer in layers:
-        own += isinstance(layer, Stash)
-        if isinstance(layer, Join):
-            own, taken = (own - 1, taken) if own else (0, taken + 1)
-    return taken
-
-
-def _without(entering: Boundary, num_skips: int) -> Boundary:
-    """The tensors that enter a stage, without the skips that only pass through: those after `num_skips`."""
-    if not entering.is_tuple:
-        return entering
-    kept = slice(1 + num_skips)
-    tensors, same_as = entering.tensors[kept], entering.same_as[kept]
-    return replace(entering, tensors=tensors, same_as=same_as, is_tuple=num_skips > 0)
 
 
 def cells(records: Sequence[Record]) -> list[Result]:

@@ -29,8 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.harness.unknowns import Value
-from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.models import MODELS, count_parameters, example_batch, loss_fn
 from gpipe_bench.models.paper import HALVES, Column
+from gpipe_bench.models.unet import Join, Stash
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler, fake_copy
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile, Trace
@@ -358,3 +359,50 @@ def _counted_operations(half: str, **size: int) -> tuple[int, ...]:
                 value = fake_copy(layer)(value)
             found.append(counter.get_total_flops())
     return tuple(found)
+
+
+def unet_memory(
+    options: Mapping[str, Any], cut_of: Callable[[int], Partition], examples: int, m: int, remat: str
+) -> tuple[int, list[int]]:
+    """Parameters of a U-Net, and the peak of every accelerator in bytes that tensors hold.
+
+    Stages between those of a skip hold nothing of it, as torchgpipe has them. Gradients of skips that wait
+    for their stage are not counted.
+
+    Args:
+        options: of its builder
+        cut_of: the layers of the stages, by their number
+        examples, m: of a micro-batch, and micro-batches
+        remat: which of them are recomputed
+    """
+    with torch.device("meta"):
+        model = MODELS["unet"](**options)
+    ends = map(Boundary.of, example_batch("unet", examples, device="meta", **options))
+    profiler = Profiler()
+    layers, loss = profiler.model(model, loss_fn("unet", **options), *ends)
+    cut, peaks = cut_of(len(model)), []
+    for actions, span in zip(gpipe(len(cut), m, remat).actions, cut, strict=True):
+        own = [model[layer] for layer in span]
+        entering = _without(layers[span.start].inputs, _taken(own))
+        stage = stage_bytes(profiler.chain(own, entering), loss if span is cut[-1] else None)
+        peaks.append(stage_memory(stage, actions, "sgd", is_first=span.start == 0).peak)
+    return count_parameters(model), peaks
+
+
+def _taken(layers: Sequence[nn.Module]) -> int:
+    """How many skips the layers take from stages before them."""
+    own = taken = 0
+    for layer in layers:
+        own += isinstance(layer, Stash)
+        if isinstance(layer, Join):
+            own, taken = (own - 1, taken) if own else (0, taken + 1)
+    return taken
+
+
+def _without(entering: Boundary, num_skips: int) -> Boundary:
+    """The tensors that enter a stage, without the skips that only pass through: those after `num_skips`."""
+    if not entering.is_tuple:
+        return entering
+    kept = slice(1 + num_skips)
+    tensors, same_as = entering.tensors[kept], entering.same_as[kept]
+    return replace(entering, tensors=tensors, same_as=same_as, is_tuple=num_skips > 0)

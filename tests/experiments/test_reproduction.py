@@ -17,7 +17,8 @@ from gpipe_bench.experiments.paper.full_size import (
     num_bytes,
     product_flops,
 )
-from gpipe_bench.experiments.paper.predictions import EXPERIMENT, Run, amoebanet_memory, runs, unet_memory
+from gpipe_bench.experiments.paper.predictions import EXPERIMENT, Run, amoebanet_memory, runs
+from gpipe_bench.experiments.paper.profiles import unet_memory
 from gpipe_bench.experiments.paper.reproduction import Declared, table3
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness import REFERENCE
@@ -236,11 +237,9 @@ DOWN, BOTTOM, UP = 30, 4, 31
 TINY = {"num_convs": 1, "num_filters": 4, "image_size": 64}
 
 
-def peaks(*balance: int) -> tuple[int, ...]:
-    of = Run(
-        "memory", "", "", "", 8, 8, "except_last", layers=1, filters=4, balance=" ".join(map(str, balance))
-    )
-    return unet_memory(of, image_size=64)[1]
+def peaks(*balance: int) -> list[int]:
+    of = Run("memory", "", "", "", 8, 8, "except_last", balance=" ".join(map(str, balance)))
+    return unet_memory(TINY, of.cut, 1, 8, "except_last")[1]
 
 
 def with_every_skip_passed_on(*balance: int) -> list[int]:

@@ -143,8 +143,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
     place = of.table, of.row, of.column
     if part == "activations":
         return Outcome((_metric(place, amoebanet_memory(of) / 2**30, "GiB"),))
-    options = {"num_convs": of.layers, "num_filters": of.filters, "image_size": 192}
-    num_parameters, peaks = unet_memory(options, of.cut, of.examples, of.count, of.remat)
+    size = {"num_convs": of.layers, "num_filters": of.filters, "image_size": 192}
+    num_parameters, peaks = unet_memory(size, of.cut, of.examples, of.count, of.remat)
     counted = _metric((of.table, "parameters", of.column), num_parameters, "parameters")
     return Outcome(
         (counted, _metric(place, sum(peaks) / 2**30, "GiB")),

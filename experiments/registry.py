@@ -27,7 +27,7 @@ EXPERIMENTS: dict[str, str] = {
     "figure2": "gpipe_bench.experiments.paper.figure2",
     "figure3": "gpipe_bench.experiments.paper.figure3",
     "computed": "gpipe_bench.experiments.paper.computed",
-    "consistency": "gpipe_bench.experiments.paper.consistency.experiment",
+    "consistency": "gpipe_bench.experiments.paper.consistency",
     "predictions": "gpipe_bench.experiments.paper.predictions",
     "engines": "gpipe_bench.experiments.beyond.engines",
     "schedules": "gpipe_bench.experiments.beyond.schedules",

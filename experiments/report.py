@@ -25,8 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from gpipe_bench.experiments.paper.consistency.judging import exact
-from gpipe_bench.experiments.paper.consistency.tables import beyond_the_margin, spreads
+from gpipe_bench.experiments.paper.consistency_judging import beyond_the_margin, exact, spreads
 from gpipe_bench.experiments.readings import judged, readable
 from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
 from gpipe_bench.harness import REFERENCE, short_path

@@ -32,9 +32,8 @@ from gpipe_bench.experiments.engines.setup import (
     clear,
     placement_of,
 )
-from gpipe_bench.experiments.paper.timed.layers import layer_seconds
-from gpipe_bench.experiments.paper.timed.results import samples_of
-from gpipe_bench.experiments.paper.timed.steps import run_processes
+from gpipe_bench.experiments.paper.results import samples_of
+from gpipe_bench.experiments.paper.steps import layer_seconds, run_processes
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.memory.tracker import LiveMemory

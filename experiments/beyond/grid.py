@@ -118,7 +118,7 @@ def replica_bytes(gradients: int, replicas: int) -> int:
 
 def counted(work: Workload) -> Outcome:
     """Counts the bytes that left each process, beside those computed from shapes."""
-    from gpipe_bench.experiments.paper.timed.steps import run_processes
+    from gpipe_bench.experiments.paper.steps import run_processes
 
     of_ranks = run_processes(count, work.ranks, work)
     sent = {way: [each[way] for each in of_ranks] for way in ("pp", "dp")}

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.experiments.beyond.side_by_side import Found, conditions_of, facts_of
 from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, PREDICTED, STEP, Planned
-from gpipe_bench.experiments.paper.timed.steps import run_processes
+from gpipe_bench.experiments.paper.steps import run_processes
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, against_itself, slowest, turns

@@ -40,16 +40,14 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 def cells(records: Sequence[Record]) -> list[Result]:
     """An entry for both sentences, the statistics with the range over their channels."""
-    found = []
-    for record in of_case(records, "done", part="trained"):
-        for metric in record.metrics:
-            column = str(metric.key["column"])
-            found.append(
-                Result(
-                    table=SENTENCES, row=metric.name, column=column, metric=metric, record=record,
-                    note=metric.note,
-                )
-            )  # fmt: skip
+    found = [
+        Result(
+            table=SENTENCES, row=metric.name, column=str(metric.key["column"]), metric=metric, record=record,
+            note=metric.note,
+        )
+        for record in of_case(records, "done", part="trained")
+        for metric in record.metrics
+    ]  # fmt: skip
     return [*found, *reproduced.answers(records)]
 
 
@@ -81,34 +79,23 @@ def networks() -> Metric:
     rounding where layers share a weight, whose gradients each owner adds up first.
     """
     from gpipe_bench.models import MODELS
-
-    tied = [name for name in MODELS if _is_tied(name)]
-    same = [name for name in MODELS if _trains_the_same(name, TIED_TOLERANCE if name in tied else 0.0)]
-    others = [name for name in MODELS if name not in same]
-    row, steps = (
-        "networks that train to the same weights whatever K is",
-        f"{NUM_STEPS} steps on 1, 2 and 4 stages",
-    )
-    what = f"{len(same)} of {len(MODELS)} small networks, {steps}, every bit"
-    what += f"; tied weights to rounding ({', '.join(tied)})" if tied else ""
-    what += f"; not {', '.join(others)}" if others else ""
-    share = len(same) / len(MODELS)
-    return Metric(row, share, "ratio", "measured", key={"column": "share of the zoo"}, note=what)
-
-
-def _is_tied(name: str) -> bool:
-    from gpipe_bench.models import MODELS
     from gpipe_bench.pipeline.memory.workers import shared_weights
 
-    return bool(shared_weights(list(MODELS[name](**NETWORKS[name]))))
+    tied = [name for name in MODELS if shared_weights(list(MODELS[name](**NETWORKS[name])))]
+    others = [name for name in MODELS if not _trains_the_same(name, TIED_TOLERANCE if name in tied else 0.0)]
+    count = len(MODELS) - len(others)
+    what = f"{count} of {len(MODELS)} small networks, {NUM_STEPS} steps on 1, 2 and 4 stages, every bit"
+    what += f"; tied weights to rounding ({', '.join(tied)})" if tied else ""
+    what += f"; not {', '.join(others)}" if others else ""
+    row, at = "networks that train to the same weights whatever K is", {"column": "share of the zoo"}
+    return Metric(row, count / len(MODELS), "ratio", "measured", key=at, note=what)
 
 
 def _trains_the_same(name: str, tolerance: float) -> bool:
     """Whether all numbers of stages end at the same weights, in float64 where they may differ at all."""
     import torch
 
-    dtype = torch.float64 if tolerance else torch.float32
-    first, *others = [_weights(name, count, dtype) for count in (1, *STAGES)]
+    first, *others = [_weights(name, k, torch.float64 if tolerance else torch.float32) for k in (1, *STAGES)]
     return all(
         each.keys() == first.keys()
         and all(torch.allclose(each[key], first[key], rtol=tolerance, atol=tolerance) for key in first)

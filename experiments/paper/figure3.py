@@ -18,14 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import evidence
-from gpipe_bench.experiments.paper.timed.workloads import (
-    PROFILES,
-    VERSION1,
-    Configuration,
-    Job,
-    real_cases,
-)
+from gpipe_bench.experiments.paper import evidence
+from gpipe_bench.experiments.paper.workloads import PROFILES, VERSION1, Configuration, real_cases
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record
@@ -65,19 +59,16 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("figure3", case)
-    from gpipe_bench.experiments.paper.timed.results import results
-    from gpipe_bench.experiments.paper.timed.steps import measure, num_devices, run_real
+    from gpipe_bench.experiments.paper.steps import num_devices, run_real, timed
 
     name = str(case.key["model"])
-    sizes = VERSION1[name]
-    workload = sizes[options.profile]
+    workload = VERSION1[name][options.profile]
     if "part" in case.key:
         size = max(1, workload.batch_size // 2)
         return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     stages = STAGES[:2] if options.profile == "smoke" else STAGES
     plan = configurations(name, workload.batch_size, stages, num_devices(options.device))
-    job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
-    metrics, details = results(job, measure(job))
+    _, metrics, details = timed(workload, plan, ROUNDS[options.profile], options)
     return Outcome(tuple(metrics), details)
 
 
@@ -104,25 +95,21 @@ def cells(records: Sequence[Record]) -> list[Result]:
             for name, facts in record.details["cells"].items()
         }
         (base, *_), scale = of, record.details["scale"] or "at the full size"
-        cells = record.details["cells"]
-        names = [name for name in of if cells[name]["num_microbatches"] != TIMED_MICROBATCHES]
-        for name in names:
-            if (metric := of[name]) is not None:
-                note = f"Run here: {scale}, M = {NUM_MICROBATCHES}; the paper's batch and M are not stated."
+        note = f"Run here: {scale}, M = {NUM_MICROBATCHES}; the paper's batch and M are not stated."
+        for name, metric in of.items():
+            count = record.details["cells"][name]["num_microbatches"]
+            if metric is not None and count != TIMED_MICROBATCHES:
                 place = _place(record, name)
                 found.append(evidence.beside(records, record, place, metric, note, "as the step grows"))
         if base == "naive-1":
-            row, column = "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101"
-            pair = of[base], of.get("pipeline-1")
-            extra = evidence.derived(
-                "extra time", lambda naive, one: 100 * (naive / one - 1), *pair, unit="%"
-            )
+            pair, column = (of[base], of.get("pipeline-1")), "pipeline-1 / naive-1, ResNet-101"
+            extra = evidence.derived("extra time", lambda a, b: 100 * (a / b - 1), *pair, unit="%")
             note = "Seconds of a step with re-materialization over those without, less one"
-            found += evidence.sentence(records, record, row, column, extra, note)
+            found += evidence.sentence(records, record, reproduced.EXTRA, column, extra, note)
     return found + reproduced.answers(records)
 
 
-def _place(record: Record, name: str) -> evidence.Place:
+def _place(record: Record, name: str) -> reproduced.Place:
     return f"figure3-{record.case['model']}", ROW, name
 
 

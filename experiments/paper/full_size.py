@@ -1,15 +1,15 @@
 """Models at their published size: their steps on an accelerator, their cuts into stages, and what fits.
 
 Operations and profiles are noted once, with a prime number of examples by which every length tells whether it
-grows with them; any size of the micro-batch follows without running anything. An operation takes the longer
-of two times: its multiplications at a share of the accelerator's peak, and its bytes at the bandwidth of the
-memory. Where products run on a systolic array they are padded to it: the inner dimension and the columns to
-its side, the rows to 8; tensors are kept in tiles of 8 by 128, of which the compiler picks the direction that
-pads less, and a micro-batch of fewer than 8 images takes as long as one of 8.
+grows with them; any size of the micro-batch follows. An operation takes the longer of two times: its
+multiplications at a share of the accelerator's peak, and its bytes at the bandwidth of the memory. Where
+products run on a systolic array they are padded to it: the inner dimension and the columns to its side, the
+rows to 8; tensors are kept in tiles of 8 by 128, of which the compiler picks the direction that pads less,
+and a micro-batch of fewer than 8 images takes as long as one of 8.
 
-What the paper states of its models is taken from it (results/unknowns.toml, the stated settings); the rest is
-no setting of the predictions: attention is written out, since nothing of that time fused it; layers of the
-Transformer are cut whole, ResNet-101 between any two of its 370 operations.
+What the paper states of its models is taken from it (results/unknowns.toml, the stated settings). Attention
+is written out, since nothing of that time fused it; layers of the Transformer are cut whole, ResNet-101
+between any two of its 370 operations.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper.profiles import EXAMPLES, Reading, profiled_model, resized
+from gpipe_bench.experiments.paper.profiles import EXAMPLES, Reading, cut_by, profiled_model, resized
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.planner.accelerators import TPU_V2, UPDATE_BYTES, Accelerator
@@ -39,8 +39,6 @@ from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
 Shape = tuple[tuple[int, ...], int, bool]
 """A noted tensor: lengths, bytes of an element (as float32), whether it is of floating point."""
 
-RULES = {"least variance": "variance", "cumulative share": "cumulative"}
-"""Rules of results/unknowns.toml by their names in pipeline/plan/partition.py."""
 CUT_EXAMPLES, CUT_SHARE = 8, 0.374
 """Examples of the micro-batch whose seconds decide the cuts, and the middle of the allowed shares of peak."""
 ROWS, LANES = 8, 128
@@ -89,15 +87,27 @@ class FullSize:
     def __hash__(self) -> int:
         return hash((self.model, *sorted(self.options.items())))
 
+    @cache  # noqa: B019
+    def noted(self) -> tuple[list[Noted], tuple[int, ...], list[Shape]]:
+        """Operations of every layer on `EXAMPLES`, those of the loss with the last; the number of parameters
+        of each; the inputs.
+        """
+        with torch.device("meta"):
+            modules: list[nn.Module] = [*MODELS[self.model](**self.options)]
+        inputs, target = map(Boundary.of, example_batch(self.model, EXAMPLES, device="meta", **self.options))
+        return (
+            layers_noted(modules, loss_fn(self.model, **self.options), inputs, target, later=True),
+            tuple(sum(p.numel() for p in module.parameters()) for module in modules),
+            _shapes(inputs),
+        )
+
     @property
     def layers(self) -> Sequence[Noted]:
-        """The operations of every layer on `EXAMPLES`, those of the loss with the last."""
-        return _noted(self)[0]
+        return self.noted()[0]
 
     @property
     def parameters(self) -> tuple[int, ...]:
-        """Number of parameters of each layer."""
-        return _noted(self)[1]
+        return self.noted()[1]
 
     def flops(self, examples: int) -> list[int]:
         """Multiplications and additions of every layer's forward."""
@@ -113,33 +123,64 @@ class FullSize:
         outputs = _shapes(self.layers[layer].outputs)
         return sum(num_bytes(each, examples, activation_format) for each in outputs if each[2])
 
+    @cache  # noqa: B019
     def seconds(
         self, accelerator: Accelerator, activation_format: str, examples: int, share_of_peak: float
     ) -> tuple[Seconds, ...]:
         """Seconds of every layer on a micro-batch. ValueError for an invalid share."""
-        return _seconds(self, accelerator, activation_format, examples, share_of_peak)
+        if not 0 < share_of_peak <= 1:
+            raise ValueError(
+                f"share_of_peak is {share_of_peak}; it must be above 0 and at most 1, such as 0.5"
+            )
+        tiles = self._tiles(accelerator)
+        if tiles == "images":
+            examples = padded(examples, ROWS)
+        found: dict[int, Seconds] = {}  # equal layers are one object
+        for layer in self.layers:
+            if id(layer) not in found:
+                ways = (layer.forward, layer.backward)
+                found[id(layer)] = Seconds(
+                    *(
+                        _time(way, accelerator, activation_format, examples, share_of_peak, tiles)
+                        for way in ways
+                    )
+                )
+        return tuple(found[id(layer)] for layer in self.layers)
 
+    def _tiles(self, accelerator: Accelerator) -> Tiles:
+        """How the accelerator keeps the model's tensors."""
+        if not accelerator.matrix_unit:
+            return None
+        lengths, *_ = self.noted()[2][0]
+        return "images" if len(lengths) == 4 else "sequences"
+
+    @cache  # noqa: B019
     def cut(self, cost: str, rule: str, num_stages: int) -> Partition | None:
         """The layers in stages, by a cost and rule of the unknowns; None where the rule leaves a stage empty.
 
         Seconds are those of a TPUv2: forward and backward of `CUT_EXAMPLES` in float32, at `CUT_SHARE` of the
         peak.
         """
-        return _cut(self, cost, rule, num_stages)
+        match cost:
+            case "operations":
+                costs: Sequence[float] = self.flops(1)
+            case "parameters":
+                costs = self.parameters
+            case "layers":
+                costs = [1] * len(self.layers)
+            case "seconds":
+                costs = [*map(sum, self.seconds(TPU_V2, "float32", CUT_EXAMPLES, CUT_SHARE))]
+            case _:
+                raise ValueError(
+                    f"unknown cost {cost!r} of a layer: use operations, parameters, layers or seconds"
+                )
+        return cut_by(tuple(map(float, costs)), rule, num_stages)
 
     def step(
-        self,
-        accelerator: Accelerator,
-        activation_format: str,
-        cut: Partition,
-        batch: int,
-        num_microbatches: int,
-        *,
-        share_of_peak: float,
-        link: Link,
-        remat: str = "always",
+        self, accelerator: Accelerator, activation_format: str, cut: Partition, batch: int,
+        num_microbatches: int, *, share_of_peak: float, link: Link, remat: str = "always",
         setup: str = "the first accelerator",
-    ) -> Step:
+    ) -> Step:  # fmt: skip
         """A step of GPipe with that mini-batch, whose micro-batches are of the next whole size.
 
         `setup` says where a mini-batch is divided, which takes time on "the first accelerator" alone: it is
@@ -155,9 +196,8 @@ class FullSize:
         ends = [span.stop - 1 for span in cut[:-1]]
         setup_s = 0.0
         if num_microbatches > 1 and setup == "the first accelerator":
-            inputs = _noted(self)[2]
-            tiles = _tiles(inputs) if accelerator.matrix_unit else None
-            held = sum(num_bytes(each, batch, activation_format, tiles) for each in inputs)
+            tiles = self._tiles(accelerator)
+            held = sum(num_bytes(each, batch, activation_format, tiles) for each in self.noted()[2])
             setup_s = 2 * held / accelerator.bytes_per_s
         moved = UPDATE_BYTES[self.optimizer]
         return Step(
@@ -175,54 +215,19 @@ class FullSize:
             },
         )
 
+    @cache  # noqa: B019
     def profiles(self, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
         """Profiles of all layers, and of the loss as the last. One example, and formats of 16 bits other than
         bfloat16, are taken as what scaling gives, though kernels may take other paths there.
         """
-        return _profiles(self, activation_format, examples)
-
-
-@cache
-def _noted(full: FullSize) -> tuple[list[Noted], tuple[int, ...], list[Shape]]:
-    """Operations and parameters of all layers, and the inputs."""
-    with torch.device("meta"):
-        modules: list[nn.Module] = [*MODELS[full.model](**full.options)]
-    inputs, target = map(Boundary.of, example_batch(full.model, EXAMPLES, device="meta", **full.options))
-    return (
-        layers_noted(modules, loss_fn(full.model, **full.options), inputs, target, later=True),
-        tuple(sum(p.numel() for p in module.parameters()) for module in modules),
-        _shapes(inputs),
-    )
+        reading = Reading(number_format="float32" if activation_format == "float32" else "bfloat16")
+        layers, loss = resized(profiled_model(reading, self.model, EXAMPLES, **self.options), examples)
+        return (*layers, loss)
 
 
 def _shapes(boundary: Boundary) -> list[Shape]:
     specs = [boundary.tensors[place] for place in boundary.distinct]
     return [(each.shape, each.dtype.itemsize, each.dtype.is_floating_point) for each in specs]
-
-
-def _tiles(inputs: Sequence[Shape]) -> Tiles:
-    """How a TPU keeps the tensors of a model with these inputs."""
-    return "images" if len(inputs[0][0]) == 4 else "sequences"
-
-
-@cache
-def _seconds(
-    full: FullSize, accelerator: Accelerator, activation_format: str, examples: int, share: float
-) -> tuple[Seconds, ...]:
-    if not 0 < share <= 1:
-        raise ValueError(f"share_of_peak is {share}; it must be above 0 and at most 1, such as 0.5")
-    layers, _, inputs = _noted(full)
-    tiles = _tiles(inputs) if accelerator.matrix_unit else None
-    if tiles == "images":
-        examples = padded(examples, ROWS)
-    found: dict[int, Seconds] = {}  # equal layers are one object
-    for layer in layers:
-        if id(layer) not in found:
-            ways = (layer.forward, layer.backward)
-            found[id(layer)] = Seconds(
-                *(_time(way, accelerator, activation_format, examples, share, tiles) for way in ways)
-            )
-    return tuple(found[id(layer)] for layer in layers)
 
 
 def _time(
@@ -288,42 +293,6 @@ def padded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-@cache
-def _cut(full: FullSize, cost: str, rule: str, num_stages: int) -> Partition | None:
-    match cost:
-        case "operations":
-            costs: Sequence[float] = full.flops(1)
-        case "parameters":
-            costs = full.parameters
-        case "layers":
-            costs = [1] * len(full.layers)
-        case "seconds":
-            found = full.seconds(TPU_V2, "float32", CUT_EXAMPLES, CUT_SHARE)
-            costs = [layer.forward + layer.backward for layer in found]
-        case _:
-            raise ValueError(
-                f"unknown cost {cost!r} of a layer: use operations, parameters, layers or seconds"
-            )
-    return cut_by(tuple(map(float, costs)), rule, num_stages)
-
-
-@cache
-def cut_by(costs: tuple[float, ...], rule: str, num_stages: int) -> Partition | None:
-    """Layers with these costs in stages; None where a rule of the unknowns leaves a stage empty."""
-    try:
-        return partition(costs, num_stages, RULES[rule])
-    except ValueError:  # a stage without layers
-        return None
-
-
-@cache
-def _profiles(full: FullSize, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
-    reading = Reading(number_format="float32" if activation_format == "float32" else "bfloat16")
-    found = profiled_model(reading, full.model, EXAMPLES, **full.options)
-    at = resized(found, examples)
-    return (*at.layers, at.loss)
-
-
 SIZES = {
     "table2": {"amoebanet": (18, 256), "transformer": (48,)},
     "table3": {"amoebanet": (18, 128), "transformer": (24,)},
@@ -334,12 +303,7 @@ SIZES = {
 
 @cache
 def of_the_paper(
-    experiment: str,
-    model: str,
-    num_classes: int = 1000,
-    *,
-    d_model: int = 2048,
-    vocab_size: int = 32_000,
+    experiment: str, model: str, num_classes: int = 1000, *, d_model: int = 2048, vocab_size: int = 32_000
 ) -> FullSize:
     """A model of one of the paper's tables. Width and vocabulary are the Transformer's."""
     size = SIZES[experiment][model]

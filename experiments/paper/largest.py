@@ -4,47 +4,43 @@ As this engine runs it, "fits" means that some split into K stages keeps the mod
 within the cap. More micro-batches never need more memory (the boundary inputs add up to one mini-batch either
 way), so sizes are searched at one example per micro-batch, and the fewest micro-batches that will do are
 reported afterwards.
-
-Under given choices of what the paper does not state, one walk over a stage's layers gives what it holds;
-number format and micro-batches change the profiles that are walked, the partition where stages begin.
-Gradients of parameters and copies of boundary tensors are not counted, as declared. Equal stages are walked
-once.
 """
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from functools import cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
-from gpipe_bench.experiments.paper.full_size import cut_by
-from gpipe_bench.experiments.paper.profiles import (
-    DEPTH,
-    Reading,
-    amoebanet,
-    meta_model,
-    of_depth,
-    transformer,
-)
-from gpipe_bench.harness.unknowns import Value
-from gpipe_bench.models import example_batch
-from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS, Column, column
+from gpipe_bench.experiments.paper.profiles import Reading, amoebanet, meta_model, transformer
+from gpipe_bench.experiments.paper.workloads import materialized
+from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.record import Metric
+from gpipe_bench.harness.workers import memory_error
+from gpipe_bench.models import example_batch, loss_fn
+from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS, column
+from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory
-from gpipe_bench.pipeline.memory.profile import ModelProfile, fake_copy
-from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
-from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import StagePeaks, stage_memory
+from gpipe_bench.pipeline.memory.profile import ModelProfile
+from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile, TensorSpec
+from gpipe_bench.pipeline.memory.tracker import LiveMemory
+from gpipe_bench.pipeline.memory.workers import StagePeaks
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import gpipe, naive
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+from gpipe_bench.pipeline.stage.trees import Message, split, tensors_of
+from gpipe_bench.pipeline.step import prepare, run
+from gpipe_bench.pipeline.transport import InProcess
 
 FILTERS_STEP = 16
 
@@ -91,15 +87,6 @@ class Setting:
             return transformer(reading, num_layers, size, self.attention)
         return amoebanet(reading, num_layers, num_filters, size)
 
-    def peaks(self, profile: ModelProfile, num_microbatches: int) -> StagePeaks:
-        return StagePeaks(
-            profile.layers,
-            profile.loss,
-            self.schedule(num_microbatches),
-            "rmsprop",
-            receive_ahead=1 if self.num_stages > 1 else 0,
-        )
-
 
 @cache
 def _schedule(num_stages: int, num_microbatches: int, is_naive: bool) -> Schedule:
@@ -131,12 +118,11 @@ class Placement:
     def describe(self) -> dict[str, Any]:
         """Facts for the record: where the cuts are and what fills each stage, in bytes."""
         return {
-            "num_layers": self.num_layers,
-            "num_filters": self.num_filters,
+            "num_layers": self.num_layers, "num_filters": self.num_filters,
             "num_microbatches": self.num_microbatches,
             "layers_per_stage": [len(stage) for stage in self.partition],
             "stages": [asdict(stage) for stage in self.stages],
-        }
+        }  # fmt: skip
 
 
 def place(
@@ -165,7 +151,8 @@ def _peaks(
             f"cannot cut {len(profile.layers)} layers into {setting.num_stages} stages: "
             f"use at most {len(profile.layers)}"
         )
-    return profile, setting.peaks(profile, num_microbatches)
+    schedule, ahead = setting.schedule(num_microbatches), int(setting.num_stages > 1)
+    return profile, StagePeaks(profile.layers, profile.loss, schedule, "rmsprop", receive_ahead=ahead)
 
 
 def place_anyhow(setting: Setting, num_layers: int, num_filters: int, num_microbatches: int) -> Placement:
@@ -196,7 +183,6 @@ def largest_size(
     """The size with most parameters of a family that fits; None where none does.
 
     Args:
-        half: the family
         fits, count: whether layers and filters fit, and their parameters
         step: of the filters
         guess: layers and filters near the answer, which costs few looks if it is good
@@ -221,13 +207,12 @@ def largest_size(
 
 def largest(setting: Setting) -> Placement:
     """The model with most parameters that fits. Raises ValueError if the smallest one does not."""
-    most = setting.microbatch_counts()[-1]
-    # The embedding and the softmax are layers too.
-    least = max(setting.num_stages - 2, 1)
+    counts = setting.microbatch_counts()
+    least = max(setting.num_stages - 2, 1)  # the embedding and the softmax are layers too
     best = largest_size(
         setting.half,
-        lambda num_layers, num_filters: fits(setting, num_layers, num_filters, most),
-        lambda num_layers, num_filters: setting.profile(num_layers, num_filters, most).num_parameters,
+        lambda layers, filters: fits(setting, layers, filters, counts[-1]),
+        lambda layers, filters: setting.profile(layers, filters, counts[-1]).num_parameters,
         step=FILTERS_STEP, guess=(least, FILTERS_STEP), least=least,
     )  # fmt: skip
     if best is None:
@@ -236,9 +221,7 @@ def largest(setting: Setting) -> Placement:
             f"{setting.num_stages} accelerator(s) with mini-batch {setting.batch_size}; use more stages"
         )
     num_layers, num_filters = best.num_layers, best.num_filters
-    fewest = next(
-        count for count in setting.microbatch_counts() if fits(setting, num_layers, num_filters, count)
-    )
+    fewest = next(count for count in counts if fits(setting, num_layers, num_filters, count))
     placement = place(setting, num_layers, num_filters, fewest)
     assert placement is not None, "a model that fits at the most micro-batches fits"
     return placement
@@ -255,182 +238,194 @@ def last_that(holds: Callable[[int], bool], start: int, guess: int) -> int | Non
     return low + count - 1 if count else None
 
 
-# Under given choices ----------------------------------------------------------------------------------------
+# Real training steps of Table 1's stages, each alone, against the memory model. K accelerators are not needed
+# to see what one of them must hold: a stage alone gets made-up boundary tensors of the right shape where its
+# neighbours would send theirs, and drops what it would send. What it would receive is made when it is used,
+# where the memory model has a receive posted ahead. On a CPU the same code counts storages (in tests).
 
-Combination = Mapping[str, Value]
-"""Settings by name."""
-BYTES_PER_PARAMETER = 12
+ATTENTION = {"amoebanet": "none", "transformer": "fused"}  # as it is computed on a GPU
+NUM_STEPS = 2  # the optimizer's state exists from the second step on
+
+
+class MadeUp(InProcess):
+    """Stands for the neighbours of one stage: sends it random tensors and takes what it sends."""
+
+    def __init__(
+        self, inputs: Boundary, outputs: Boundary, unused: frozenset[int], device: torch.device
+    ) -> None:
+        super().__init__()
+        self._inputs, self._outputs, self._unused, self._device = inputs, outputs, unused, device
+
+    def send(self, edge: Edge, microbatch: int, message: Message) -> None:
+        """Dropped at once, as if it had left."""
+
+    def receive(self, edge: Edge, microbatch: int) -> Message:
+        specs = [self._inputs.tensors[index] for index in self._inputs.distinct]
+        places = {index: place for place, index in enumerate(self._inputs.distinct)}
+        structure = tuple(places[first] for first in self._inputs.same_as) if self._inputs.is_tuple else None
+        tensors = tuple(self._make(spec) for spec in specs)
+        return Message(tensors, structure, tuple(spec.requires_grad for spec in specs))
+
+    def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
+        """Dropped at once, as if it had left."""
+
+    def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
+        specs = ((index, self._outputs.tensors[index]) for index in self._outputs.distinct)
+        return tuple(
+            self._make(spec) if spec.requires_grad and index not in self._unused else None
+            for index, spec in specs
+        )
+
+    def _make(self, spec: TensorSpec) -> torch.Tensor:
+        if spec.dtype.is_floating_point:
+            return torch.randn(spec.shape, dtype=spec.dtype, device=self._device)
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Bytes of one accelerator.
+class Part:
+    """Everything that is needed to run one stage of a placement."""
 
-    Args:
-        held: all that comes and goes in a step, without gradients of parameters
-        fixed: parameters with the optimizer's state, and buffers
+    index: int
+    layers: range
+    memory: StageMemory
+    profiles: tuple[LayerProfile, ...]
+
+
+def distinct_parts(setting: Setting, placement: Placement) -> list[Part]:
+    """The stages that differ in their layers or in being first or last."""
+    profile = setting.profile(placement.num_layers, placement.num_filters, placement.num_microbatches)
+    found: dict[object, Part] = {}
+    last = len(placement.partition) - 1
+    for index, (layers, memory) in enumerate(zip(placement.partition, placement.stages, strict=True)):
+        profiles = profile.layers[layers.start : layers.stop]
+        key = (tuple(map(id, profiles)), index == 0, index == last)
+        found.setdefault(key, Part(index, layers, memory, profiles))
+    return list(found.values())
+
+
+def baseline_bytes(device: torch.device) -> int:
+    """Bytes that an accelerator's allocator has given out before a stage is there.
+
+    Matrix products and convolutions take workspaces of tens of MiB when they are first used, which belong to
+    no stage; so they are used once, by the thread of the forward and by that of the backward.
     """
-
-    held: int
-    fixed: int
-
-
-def num_microbatches(half: str, column: Column, settings: Combination) -> int:
-    """M of a column: one without a pipeline, the stated or the chosen one with it."""
-    if column.is_naive:
-        return 1
-    return int(settings.get("num_microbatches", HALVES[half].num_microbatches))
+    linear, convolution = nn.Linear(64, 64, device=device), nn.Conv2d(4, 4, 3, device=device)
+    linear(torch.ones(64, 64, device=device)).sum().backward()
+    convolution(torch.ones(1, 4, 16, 16, device=device)).sum().backward()
+    devices.synchronize(device)
+    del linear, convolution
+    gc.collect()
+    devices.reset_peak(device)
+    return devices.peak_bytes(device)
 
 
-def stages_of(half: str, column: Column, settings: Combination) -> tuple[Stage, ...] | None:
-    """Every accelerator of a column; None where the partition would leave one without a layer."""
-    cuts = cuts_of(half, column, settings)
-    if cuts is None:
-        return None
-    count = num_microbatches(half, column, settings)
-    model = model_of(half, column.num_layers, column.num_filters, HALVES[half].batch_size // count, settings)
-    found: dict[object, Stage] = {}
-    stages = []
-    for index, cut in enumerate(cuts):
-        # All of the Transformer's layers between embedding and softmax are one.
-        like = (len(cut), index == 0, index == len(cuts) - 1) if half == "transformer" else index
-        if like not in found:
-            layers = model.layers[cut.start : cut.stop]
-            loss = model.loss if index == len(cuts) - 1 else None
-            found[like] = _stage(layers, loss, len(cuts), index == 0, count, column.is_naive)
-        stages.append(found[like])
-    return tuple(stages)
+def measure(
+    part: Part, model: nn.Sequential, half: str, schedule: Schedule, options: dict[str, Any], batch_size: int,
+    device: torch.device, precision: str = "float32",
+) -> int:  # fmt: skip
+    """Peak bytes of a steady training step of one stage with RMSProp, one parameter updated at a time.
+
+    They are what an accelerator's allocator has given out, and on a CPU storages from their birth to their
+    death. In bfloat16 the activations are, by autocast.
+    """
+    device = devices.exact(device)
+    storages = None if devices.is_accelerator(device) else LiveMemory()
+    before = baseline_bytes(device) if storages is None else 0
+    layers = [materialized(model[layer], device) for layer in part.layers]
+    is_last = part.index == schedule.num_stages - 1
+    stage = Stage(part.index, layers, part.layers.start, device=device, is_last=is_last)
+    inputs, target = example_batch(HALVES[half].model, batch_size, device=device, **options)
+    first, final = part.profiles[0], part.profiles[-1]
+    transport = MadeUp(first.inputs, final.outputs, final.unused, device)
+    program = prepare(schedule, {part.index: stage})
+    clock = Clock([step.action for step in program], [torch.device("cpu")] * schedule.num_stages)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    optimizer = torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.9, foreach=False)
+    compute_loss, count = loss_fn(HALVES[half].model, **options), schedule.num_microbatches
+    feed = split(inputs, count) if stage.is_first else ()
+    targets = split(target, count) if is_last else ()
+    if storages is not None:
+        storages.watch([*parameters, *(buffer for layer in layers for buffer in layer.buffers())])
+        storages.watch(
+            [*(tensors_of(inputs) if stage.is_first else ()), *(tensors_of(target) if is_last else ())]
+        )
+    del inputs, target  # what a stage does not need, no stage holds
+    with storages or nullcontext():
+        for step in range(NUM_STEPS):
+            if step == NUM_STEPS - 1:
+                devices.reset_peak(device) if storages is None else storages.reset_peaks()
+            half_used = precision == "bfloat16"  # no cast is kept from F to R, as in a pipeline's step
+            with torch.autocast(device.type, torch.bfloat16, enabled=half_used, cache_enabled=False):
+                stage.begin(
+                    step, count, training=True, feed=feed, targets=targets,
+                    loss_fn=compute_loss if is_last else None,
+                    shares=(1 / count,) * count if is_last else (),
+                )  # fmt: skip
+                run(program, transport, clock)
+            stage.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+    if storages is not None:
+        return storages.peak_bytes[""]
+    devices.synchronize(device)
+    return devices.peak_bytes(device) - before
 
 
-@cache
-def _stage(
-    layers: tuple[LayerProfile, ...],
-    loss: LayerProfile | None,
-    num_stages: int,
-    is_first: bool,
-    num_microbatches: int,
-    is_naive: bool,
-) -> Stage:
-    """Equal stages are walked once."""
-    remat = "never" if is_naive else "always"
-    return Stage(
-        held=held_bytes(layers, loss, num_stages, num_microbatches, is_first, remat),
-        fixed=sum(BYTES_PER_PARAMETER * layer.num_parameters + layer.buffer_bytes for layer in layers),
-    )
+def run_column(half: str, name: str, precision: str = "float32", *, smallest: bool = False) -> Outcome:
+    """Every distinct stage of a column of Table 1 by itself on this GPU, under the paper's cap; `smallest` is
+    of the smallest model with as many stages, in few micro-batches.
 
-
-@cache
-def held_bytes(
-    layers: tuple[LayerProfile, ...], loss: LayerProfile | None, k: int, m: int, is_first: bool, remat: str
-) -> int:
-    """Bytes that a step of one stage takes and gives back, at its peak, without gradients of parameters."""
-    stage = replace(
-        stage_bytes(tuple(map(bare, layers)), loss),
-        parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0,
+    That a stage finds no room is a result: with the models without GPipe it is what the table is about. The
+    cap holds for the caching allocator, fragmentation and the libraries' workspaces included. The fullest
+    stage by the memory model comes first.
+    """
+    size, setting, data = column(half, name), Setting.of(half, name, precision, ATTENTION[half]), HALVES[half]
+    layers, filters, counts = size.num_layers, size.num_filters, setting.microbatch_counts()
+    if smallest:
+        counts = counts[:2]
+        layers, filters = (
+            (size.num_stages, 0) if half == "transformer" else (PAPER_NUM_LAYERS[0], FILTERS_STEP)
+        )
+    placement = place_anyhow(setting, layers, filters, counts[-1])
+    shape = {"num_layers": layers} | ({"num_filters": filters} if filters else {})
+    device = devices.current(devices.default_type())
+    limit = torch.get_device_module(device).set_per_process_memory_fraction
+    limit(min(1.0, setting.cap_bytes / devices.total_memory_bytes(device)), device)
+    stages: list[dict[str, Any]] = []
+    try:
+        for part in sorted(distinct_parts(setting, placement), key=lambda part: -part.memory.peak):
+            found, ran_out = None, ""
+            try:
+                found = measure(
+                    part, meta_model(half, **shape), half, setting.schedule(counts[-1]), dict(data.options),
+                    data.batch_size, device, precision=precision,
+                )  # fmt: skip
+            except RuntimeError as error:
+                if (memory := memory_error(error)) is None:
+                    raise
+                ran_out = (str(memory).splitlines() or [type(memory).__name__])[0]
+            stages.append(
+                {
+                    "stage": part.index, "measured": found, "modelled": part.memory.peak,
+                    "at_most": devices.peak_bytes(device), "ran_out": ran_out,
+                }
+            )  # fmt: skip
+            gc.collect()
+            devices.empty_cache(device)
+    finally:
+        limit(1.0, device)
+    out = "; ".join(f"stage {stage['stage']}: {stage['ran_out']}" for stage in stages if stage["ran_out"])
+    measured = None if out else max(stage["measured"] for stage in stages)
+    modelled = max(stage["modelled"] for stage in stages)
+    return Outcome(
+        (
+            Metric(name="measured peak", value=measured, unit="bytes", provenance="measured", note=out),
+            Metric(name="modelled peak", value=modelled, unit="bytes", provenance="modelled"),
+        ),
+        {
+            "fits": not out, "cap_gib": setting.cap_bytes / GIB, "num_layers": layers, "num_filters": filters,
+            "num_parameters": placement.num_parameters, "num_microbatches": placement.num_microbatches,
+            "precision": precision, "stages": stages, "device": devices.name(device),
+        },
     )  # fmt: skip
-    schedule = gpipe(k, m, remat)
-    return stage_memory(stage, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=int(k > 1)).peak
-
-
-@cache
-def bare(layer: LayerProfile) -> LayerProfile:
-    """The layer as if gradients of parameters took no memory, in every backward."""
-    first = layer.first
-    sizes = tuple(0 if storage in first.gradients else size for storage, size in enumerate(first.sizes))
-    first = replace(first, sizes=sizes)
-    return replace(layer, first=first, later=first)
-
-
-PLAIN: Combination = {"activation_format": "float32"}
-"""Profiles of which only parameters or the number of layers are asked."""
-
-
-def model_of(
-    half: str, num_layers: int, num_filters: int, microbatch_size: int, settings: Combination
-) -> ModelProfile:
-    """The profiles of a model under some settings, without the gradients of parameters."""
-    reading = Reading(
-        number_format=str(settings["activation_format"]),
-        autocast=False,
-        with_shapes=True,
-    )
-    if half == "transformer":
-        return transformer(reading, num_layers, microbatch_size)
-    return amoebanet(
-        reading, num_layers, num_filters, microbatch_size, int(settings["num_classes"]),
-        auxiliary_head=bool(settings["auxiliary_head"]),
-    )  # fmt: skip
-
-
-def cuts_of(half: str, column: Column, settings: Combination) -> Partition | None:
-    """The layers of a column's stages; None where a stage would be empty."""
-    costs = costs_of(half, column.num_layers, column.num_filters, settings)
-    return cut_by(costs, str(settings["partition_rule"]), column.num_stages)
-
-
-def costs_of(half: str, num_layers: int, num_filters: int, settings: Combination) -> tuple[float, ...]:
-    """Cost of each layer in the choice of cuts."""
-    model = model_of(half, num_layers, num_filters, 2, {**settings, **PLAIN})
-    match settings["partition_cost"]:
-        case "layers":
-            return (1.0,) * len(model.layers)
-        case "parameters":
-            return tuple(float(layer.num_parameters) for layer in model.layers)
-    return _operations(half, num_layers, num_filters, bool(settings.get("auxiliary_head", False)))
-
-
-@cache
-def _operations(half: str, num_layers: int, num_filters: int, auxiliary_head: bool) -> tuple[float, ...]:
-    """Multiplications and additions of each layer's forward pass."""
-    if half == "transformer":
-        embedding, layer, softmax = map(float, _counted_operations(half, 0))
-        return (embedding, *[layer] * num_layers, softmax)
-    samples = zip(*(_counted_operations(half, width) for width in OPERATIONS_SAMPLED_AT), strict=True)
-    layers = [float(quadratic(OPERATIONS_SAMPLED_AT, values, num_filters)) for values in samples]
-    if not auxiliary_head:
-        del layers[HEAD]
-    return of_depth(layers, num_layers)
-
-
-OPERATIONS_SAMPLED_AT = (144, 544, 1040)
-"""Widths; operations are quadratic in the width."""
-HEAD = 12
-"""Place of the auxiliary head in the sampled models."""
-
-
-def quadratic(places: Sequence[int], values: Sequence[int], at: int) -> Fraction:
-    """The value at a place of the polynomial through all given ones."""
-    total = Fraction(0)
-    for place, value in zip(places, values, strict=True):
-        others = [each for each in places if each != place]
-        over, under = prod(at - each for each in others), prod(place - each for each in others)
-        total += Fraction(value * over, under)
-    return total
-
-
-@cache
-def _counted_operations(half: str, num_filters: int) -> tuple[int, ...]:
-    size = {"num_layers": DEPTH, "num_filters": num_filters} if num_filters else {"num_layers": 1}
-    layers = meta_model(half, **size)
-    value: Any = example_batch(HALVES[half].model, 2, device="meta", **HALVES[half].options)[0]
-    found = []
-    with FakeTensorMode(), torch.no_grad():
-        value = torch.empty(value.shape, dtype=value.dtype)
-        for layer in layers:
-            with FlopCounterMode(display=False) as counter:
-                value = fake_copy(layer)(value)
-            found.append(counter.get_total_flops())
-    return tuple(found)
-
-
-FIXED: dict[str, Combination] = {
-    "amoebanet": {"auxiliary_head": True, "num_classes": 1001},
-    "transformer": {},
-}
-"""Settings that hardly move a capacity, as in `HALVES`."""
-
-
-@cache
-def num_parameters(half: str, num_layers: int, num_filters: int) -> int:
-    """Number of parameters of a model, by its size."""
-    return model_of(half, num_layers, num_filters, 2, {**FIXED[half], **PLAIN}).num_parameters

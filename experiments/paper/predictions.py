@@ -1,36 +1,52 @@
-"""Predictions tested on numbers they were not made for.
+"""Predictions tested on numbers they were not made for: torchgpipe's, whose settings are all published.
 
-What predicts the paper's tables for accelerators that are not here (`predicted/`) predicts,
-unchanged, what others published with all their settings: torchgpipe's speeds on P40s, and the size of a model
-that the paper quotes; and the memory model predicts the U-Nets that torchgpipe fits. Half a minute on any
-machine:
+What predicts the paper's tables for accelerators that are not here predicts, unchanged, its speeds on P40s
+and its memory (settings: results/torchgpipe.csv), and the size of a model that the paper quotes. Half a
+minute on any machine:
 
     python -m experiments run predictions
 
 Expected: speeds hang on the share of its peak that a GPU reaches, which is unknown; ratios of speeds less so.
-What the replay makes of bubble rates that others published stands in the experiment `schedules`.
+That share and the link between the GPUs of a host are those declared for Table 3.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
 
+import msgspec
+
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Metric, Record, Scalar
 from gpipe_bench.harness.report.grid import fill, numbers_text
-from gpipe_bench.harness.report.reproduced import errors
+from gpipe_bench.harness.report.reproduced import Place, errors
+from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.verdict import Result
+from gpipe_bench.pipeline.plan.partition import Partition
 
-SCRIPTS = ("amoebanet", "resnet101", "resnet101-accuracy", "unet")
-"""torchgpipe's benchmark scripts whose speeds are predicted."""
-COLUMNS = ("naive-1", "pipeline-1", "pipeline-2", "pipeline-4", "pipeline-8")
-"""Columns of torchgpipe's table of the largest U-Nets."""
+PATH = PUBLISHED / "torchgpipe.csv"
+LIKE = "table3-amoebanet"
+"""Table whose share of the peak and link are used: those of GPUs without a fast link, too."""
+_RESNET = {"num_classes": 1000, "image_size": 224}
+_AMOEBANET = {"image_size": 224, "preset": "torchgpipe", "aux_head": False}
+SPEEDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "amoebanet": ("amoebanet-d", {"num_layers": 18, "num_filters": 256, **_AMOEBANET}, "sgd"),
+    "resnet101": ("resnet101", _RESNET, "sgd"),
+    "resnet101-accuracy": ("resnet101", _RESNET, "momentum"),
+    "unet": ("unet", {"num_convs": 5, "num_filters": 64}, "sgd"),
+}
+"""Model, options and optimizer of the benchmark scripts whose speeds are predicted."""
 COUNTED = ("imagenet-models", "AmoebaNet-C (6, 228)", "parameters")
+SIX_228 = {"num_layers": 18, "num_filters": 228, "image_size": 331, "num_classes": 1001, "aux_head": False}
+"""Six cells in each of three stacks; no auxiliary head, as the 557 million of AmoebaNet-B are counted."""
 
-SOURCES = {"torchgpipe": "torchgpipe", "memory": "torchgpipe", "activations": "torchgpipe", "count": "paper"}
-"""Source of the numbers that a part predicts, as named in results/paper.csv."""
 NOTES = {
     "torchgpipe": "Predicted for a P40 by its published peaks, with torchgpipe's batches and cuts.",
     "memory": (
@@ -43,84 +59,139 @@ NOTES = {
     ),
     "count": "Counted on the zoo's AmoebaNet-C.",
 }
+"""What is said of the numbers of a part; all but the count are torchgpipe's."""
 DIRECT_SKIPS = (
     "over more than two stages torchgpipe sends a skip directly from the stage that makes it to the one "
     "that takes it; predicted steps have links between neighbours only"
 )
 
 
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of torchgpipe's published runs, of the benchmarks of version 0.0.7.
+
+    Args:
+        case: script of a speed, or part of what is predicted of memory
+        table, row, column: of the number in results/paper.csv
+        ratio: row of its throughput relative to the first of the table; empty where none is published
+        layers, filters: size of the AmoebaNet, or (B, C) of the U-Net, where it is not the script's
+        balance: layers of every stage; empty for the model as it is
+        batch_size: examples of the mini-batch
+        num_microbatches: as asked for; those there are follow from their size, the next whole number
+        remat: which micro-batches are recomputed
+    """
+
+    case: str
+    table: str
+    row: str
+    column: str
+    batch_size: int
+    num_microbatches: int
+    remat: str
+    ratio: str = ""
+    layers: int = 0
+    filters: int = 0
+    balance: str = ""
+
+    @property
+    def examples(self) -> int:
+        """Examples of a micro-batch."""
+        return -(-self.batch_size // self.num_microbatches)
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of that size."""
+        return -(-self.batch_size // self.examples)
+
+    def cut(self, num_layers: int) -> Partition:
+        """The layers of every stage. Raises ValueError where the balance does not name all of them."""
+        balance = [*map(int, self.balance.split())] or [num_layers]
+        if sum(balance) != num_layers:
+            raise ValueError(f"{self.table}: {balance} names {sum(balance)} of {num_layers} layers")
+        return tuple(range(*ends) for ends in pairwise(accumulate(balance, initial=0)))
+
+
+@cache
+def runs(case: str) -> list[Run]:
+    """The published runs of a case, in the order of the file."""
+    with PATH.open(encoding="utf-8", newline="") as file:
+        lines = [{name: text for name, text in line.items() if text} for line in csv.DictReader(file)]
+    return [each for each in msgspec.convert(lines, list[Run], strict=False) if each.case == case]
+
+
 def cases(options: RunOptions) -> list[Case]:
-    speeds = [Case({"part": "torchgpipe", "script": script}, 6.0) for script in SCRIPTS]
-    memory = [Case({"part": "memory", "column": column}, 3.0) for column in COLUMNS]
-    memory += [Case({"part": "activations", "column": column}, 3.0) for column in COLUMNS[1:]]
+    speeds = [Case({"part": "torchgpipe", "script": script}, 6.0) for script in SPEEDS]
+    kept = [*runs("memory"), *runs("activations")]
+    memory = [Case({"part": of.case, "column": of.column}, 3.0) for of in kept]
     return [*(speeds[1:2] if options.profile == "smoke" else speeds + memory), Case({"part": "count"}, 2.0)]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    runs = {"torchgpipe": _speeds, "memory": _memory, "activations": _activations, "count": _count}
-    return runs[str(case.key["part"])](str(case.key.get("script") or case.key.get("column") or ""))
+    part = str(case.key["part"])
+    if part == "torchgpipe":
+        return _speeds(str(case.key["script"]))
+    if part == "count":
+        import torch
+
+        from gpipe_bench.models import MODELS, count_parameters
+
+        with torch.device("meta"):
+            count = count_parameters(MODELS["amoebanet-c"](**SIX_228))
+        return Outcome((_metric(COUNTED, count, "parameters"),))
+    from gpipe_bench.experiments.paper.profiles import unet_memory
+
+    (of,) = [each for each in runs(part) if each.column == case.key["column"]]
+    place = of.table, of.row, of.column
+    if part == "activations":
+        return Outcome((_metric(place, amoebanet_memory(of) / 2**30, "GiB"),))
+    size = {"num_convs": of.layers, "num_filters": of.filters, "image_size": 192}
+    num_parameters, peaks = unet_memory(size, of.cut, of.examples, of.count, of.remat)
+    counted = _metric((of.table, "parameters", of.column), num_parameters, "parameters")
+    return Outcome(
+        (counted, _metric(place, sum(peaks) / 2**30, "GiB")),
+        {"title": f"U-Net ({of.layers}, {of.filters})", "peaks_bytes": peaks},
+    )
+
+
+def _metric(cell: Place, value: float, unit: str) -> Metric:
+    key: dict[str, Scalar] = dict(zip(("table", "row", "column"), cell, strict=True))
+    return Metric(name="prediction", key=key, value=value, unit=unit, provenance="modelled")
 
 
 def _speeds(script: str) -> Outcome:
-    from gpipe_bench.experiments.paper.torchgpipe import SETTINGS, predict
+    """All published speeds of one script, and their ratios to the first."""
+    from gpipe_bench.experiments.paper.full_size import FullSize
+    from gpipe_bench.pipeline.plan.links import Link
+    from gpipe_bench.planner.accelerators import P40
 
-    speeds = {setting.cell for setting in SETTINGS[script]}
-    found = (
-        _metric(cell, value, "samples/s" if cell in speeds else "ratio")
-        for cell, value in predict(script).items()
-    )
+    names, choices = ("share_of_peak", "link_bytes_per_s", "link_latency_s"), load_reproduction().of(LIKE)
+    share, bandwidth, latency = (float(str(choices[name].value)) for name in names)
+    full, found, first = FullSize(*SPEEDS[script]), list[Metric](), 0.0
+    for of in runs(script):
+        batch = of.count * of.examples
+        step = full.step(
+            P40, "float32", of.cut(len(full.layers)), batch, of.count,
+            share_of_peak=share, link=Link(LIKE, latency, bandwidth), remat=of.remat,
+        )  # fmt: skip
+        rate = batch / step.makespan_s
+        found.append(_metric((of.table, of.row, of.column), rate, "samples/s"))
+        if of.ratio and first:
+            found.append(_metric((of.table, of.ratio, of.column), rate / first, "ratio"))
+        first = first or rate
     return Outcome(tuple(found))
 
 
-def _memory(column: str) -> Outcome:
-    from gpipe_bench.experiments.paper.torchgpipe import UNETS, unet_memory
+def amoebanet_memory(of: Run) -> float:
+    """Bytes of an AmoebaNet-D's peak activation memory, all accelerators, as Table 1 counts its own."""
+    from gpipe_bench.experiments.paper.profiles import Reading, amoebanet, held_in_cut
 
-    given = UNETS[column]
-    num_parameters, peaks = unet_memory(given)
-    found = (
-        _metric(("unet-memory", "parameters", column), num_parameters, "parameters"),
-        _metric(("unet-memory", "memory", column), sum(peaks) / 2**30, "GiB"),
-    )
-    title = f"U-Net ({given.num_convs}, {given.num_filters})"
-    return Outcome(found, {"title": title, "peaks_bytes": list(peaks)})
-
-
-def _activations(column: str) -> Outcome:
-    """Predicted activation memory of torchgpipe's largest AmoebaNets."""
-    from gpipe_bench.experiments.paper.reproduction import torchgpipe_memory
-
-    place = ("table1-amoebanet", "peak activation memory", column)
-    return Outcome((_metric(place, torchgpipe_memory(column) / 2**30, "GiB"),))
-
-
-def _count(_: str) -> Outcome:
-    """AmoebaNet-C (6, 228), six cells in each of three stacks, without an auxiliary head, as the 557 million
-    of AmoebaNet-B are counted.
-    """
-    import torch
-
-    from gpipe_bench.models import MODELS, count_parameters
-
-    options = {
-        "num_layers": 18,
-        "num_filters": 228,
-        "image_size": 331,
-        "num_classes": 1001,
-        "aux_head": False,
-    }
-    with torch.device("meta"):
-        return Outcome((_metric(COUNTED, count_parameters(MODELS["amoebanet-c"](**options)), "parameters"),))
-
-
-def _metric(cell: tuple[str, str, str], value: float, unit: str) -> Metric:
-    table, row, column = cell
-    key: dict[str, Scalar] = {"table": table, "row": row, "column": column}
-    return Metric(name="prediction", key=key, value=value, unit=unit, provenance="modelled")
+    reading = Reading(autocast=False)
+    layers, loss = amoebanet(reading, of.layers, of.filters, of.examples, 1000, auxiliary_head=False)
+    return float(sum(held_in_cut(layers, loss, of.cut(len(layers)), of.count, of.remat)))
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
     """An entry for each published number that is predicted, or why it is not."""
-    known = [record for record in records if record.status == "done" and record.case["part"] in SOURCES]
+    known = [record for record in records if record.status == "done" and record.case["part"] in NOTES]
     found = []
     for record in known:
         part = str(record.case["part"])
@@ -128,7 +199,8 @@ def cells(records: Sequence[Record]) -> list[Result]:
             table, row, column = (str(metric.key[name]) for name in ("table", "row", "column"))
             found.append(
                 Result(
-                    table=table, row=row, column=column, source=SOURCES[part], question="as published",
+                    table=table, row=row, column=column, question="as published",
+                    source="paper" if part == "count" else "torchgpipe",
                     metric=metric, record=record, note=NOTES[part],
                 )
             )  # fmt: skip

@@ -1,35 +1,43 @@
-"""Layer profiles of the two model families of Table 1 at any size, for the price of one model.
+"""Layer profiles of the two model families of Table 1 at any size, and what a stage of them holds.
 
-Tracing a layer takes a tenth of a second, as a compiler does a second; a search wants a family at every
-size, the appendix under every number format and number of micro-batches too. So one model of each family is
-profiled, at lengths that primes tell apart. The bytes of a storage are a product of lengths: if the width of
-the profiled model has a prime factor that nothing else in it has, and the micro-batch another, then every
-number says by its factors how it grows with the width and with the micro-batch:
+Tracing a layer takes a tenth of a second; a search wants a family at every size, the appendix under every
+number format and number of micro-batches too. So one model of each family is profiled, at lengths that primes
+tell apart. The bytes of a storage are a product of lengths: if the width of the profiled model has a prime
+factor that nothing else in it has, and the micro-batch another, then every number says by its factors how it
+grows with the width and with the micro-batch:
 
     width 16 x 61, micro-batch 43:    a storage of 4 x 61 x 43 x 1024 bytes is linear in both
 
 It holds as far as a layer runs the same operations at every size; a micro-batch of one example often does
-not. The depth changes how often equal layers are there.
-
-What is put together is checked: each layer takes exactly what the one before it returns. The result is
-that of profiling every layer at its size, to the byte.
+not. The depth changes how often equal layers are there. The result is that of profiling every layer at its
+size, to the byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from math import prod
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.models.paper import HALVES
-from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
+from gpipe_bench.harness.unknowns import Value
+from gpipe_bench.models import MODELS, count_parameters, example_batch, loss_fn
+from gpipe_bench.models.paper import HALVES, Column
+from gpipe_bench.models.unet import Join, Stash
+from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler, fake_copy
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile, Trace
+from gpipe_bench.pipeline.memory.workers import stage_memory
+from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline.plan.partition import Partition, partition
 
 T = TypeVar("T")
 
@@ -48,31 +56,10 @@ class Reading:
     Args:
         number_format: of the activations, "float32" or "bfloat16"
         autocast: bfloat16 by autocast, as this engine has it, and not throughout
-        with_shapes: so that bytes can be counted in another format
     """
 
     number_format: str = "float32"
     autocast: bool = True
-    with_shapes: bool = False
-
-    def profiler(self) -> Profiler:
-        """A new profiler for it."""
-        half = torch.bfloat16 if self.number_format == "bfloat16" else None
-        return Profiler(
-            autocast=half if self.autocast else None,
-            number_format=None if self.autocast else half,
-            with_shapes=self.with_shapes,
-        )
-
-    def boundary(self, boundary: Boundary) -> Boundary:
-        """The model's input in the number format."""
-        if self.autocast or self.number_format == "float32":
-            return boundary
-        tensors = tuple(
-            replace(spec, dtype=torch.bfloat16) if spec.dtype.is_floating_point else spec
-            for spec in boundary.tensors
-        )
-        return replace(boundary, tensors=tensors)
 
 
 def meta_model(half: str, **options: Any) -> nn.Sequential:
@@ -91,17 +78,18 @@ def profiled_model(reading: Reading, name: str, microbatch_size: int, **options:
     """The same of any model of the zoo with these options."""
     with torch.device("meta"):
         model = MODELS[name](**options)
-    inputs, target = example_batch(name, microbatch_size, device="meta", **options)
-    return reading.profiler().model(
-        model, loss_fn(name, **options), reading.boundary(Boundary.of(inputs)), Boundary.of(target)
-    )
+    inputs, target = map(Boundary.of, example_batch(name, microbatch_size, device="meta", **options))
+    half = torch.bfloat16 if reading.number_format == "bfloat16" else None
+    profiler = Profiler(half) if reading.autocast else Profiler(number_format=half)
+    if half and not reading.autocast:  # the inputs, too
+        kinds = [half if each.dtype.is_floating_point else each.dtype for each in inputs.tensors]
+        specs = (replace(each, dtype=kind) for each, kind in zip(inputs.tensors, kinds, strict=True))
+        inputs = replace(inputs, tensors=tuple(specs))
+    return profiler.model(model, loss_fn(name, **options), inputs, target)
 
 
 def transformer(
-    reading: Reading,
-    num_layers: int,
-    microbatch_size: int,
-    attention: str = "explicit",
+    reading: Reading, num_layers: int, microbatch_size: int, attention: str = "explicit"
 ) -> ModelProfile:
     """Transformer-L of any depth with explicit or fused attention."""
     (embedding, layer, softmax), loss = _transformer(reading, microbatch_size, attention)
@@ -113,37 +101,26 @@ def _transformer(reading: Reading, microbatch_size: int, attention: str) -> Mode
     """Embedding, one layer, softmax and the loss."""
     examples = 1 if microbatch_size == 1 else EXAMPLES
     found = profiled(reading, "transformer", examples, num_layers=1, attention=attention)
-    if examples == 1:
-        return found
-    return resized(found, microbatch_size)
+    return found if examples == 1 else resized(found, microbatch_size)
 
 
 def amoebanet(
-    reading: Reading,
-    num_layers: int,
-    num_filters: int,
-    microbatch_size: int,
-    num_classes: int = 1001,
-    *,
+    reading: Reading, num_layers: int, num_filters: int, microbatch_size: int, num_classes: int = 1001, *,
     auxiliary_head: bool = True,
-) -> ModelProfile:
+) -> ModelProfile:  # fmt: skip
     """AmoebaNet-D (L, D). Where L or D lie outside of the family, and only there, every layer is profiled at
     its size.
     """
-    if not _is_of_the_family(num_layers, num_filters):
+    # Stacks with a third cell, widths with whole numbers of channels everywhere; at a width of 128 the stem
+    # needs no projection.
+    third_cell, whole = num_layers % 3 == 0 and num_layers >= 9, num_filters % 16 == 0 and num_filters != 128
+    if not (third_cell and whole):
         options = {"num_classes": num_classes, "aux_head": auxiliary_head}
         return profiled(
             reading, "amoebanet", microbatch_size, num_layers=num_layers, num_filters=num_filters, **options
         )
     found = _amoebanet(reading, num_filters, microbatch_size, num_classes, auxiliary_head)
     return ModelProfile(of_depth(found.layers, num_layers), found.loss)
-
-
-def _is_of_the_family(num_layers: int, num_filters: int) -> bool:
-    """Stacks with a third cell, widths with whole numbers of channels everywhere; at a width of 128 the stem
-    needs no projection.
-    """
-    return num_layers % 3 == 0 and num_layers >= 9 and num_filters % 16 == 0 and num_filters != 128
 
 
 def of_depth(layers: Sequence[T], num_layers: int) -> tuple[T, ...]:
@@ -204,8 +181,7 @@ def _resized(number: Callable[[int], int], profile: LayerProfile) -> LayerProfil
         return replace(given, tensors=tuple(replace(t, shape=every(t.shape)) for t in given.tensors))
 
     def trace(given: Trace) -> Trace:
-        shapes = tuple((*every(shape[:-1]), shape[-1]) for shape in given.shapes)
-        return replace(given, sizes=every(given.sizes), shapes=shapes)
+        return replace(given, sizes=every(given.sizes))
 
     return replace(
         profile,
@@ -220,3 +196,213 @@ def _resized(number: Callable[[int], int], profile: LayerProfile) -> LayerProfil
         later=trace(profile.later),
         halves=None,  # knows its storages by other sizes
     )
+
+
+# What an accelerator of Table 1 holds under given choices of what the paper does not state. Gradients of
+# parameters and copies of boundary tensors are not counted, as declared.
+
+Combination = Mapping[str, Value]
+"""Settings by name."""
+BYTES_PER_PARAMETER = 12
+PLAIN: Combination = {"activation_format": "float32"}
+"""Profiles of which only parameters or the number of layers are asked."""
+FIXED: dict[str, Combination] = {
+    "amoebanet": {"auxiliary_head": True, "num_classes": 1001},
+    "transformer": {},
+}
+"""Settings that hardly move a capacity, as in `HALVES`."""
+RULES = {"least variance": "variance", "cumulative share": "cumulative"}
+"""Rules of results/unknowns.toml by their names in pipeline/plan/partition.py."""
+OPERATIONS_SAMPLED_AT = (144, 544, 1040)
+"""Widths; operations are quadratic in the width."""
+HEAD = 12
+"""Place of the auxiliary head in the sampled models."""
+
+
+class Held(NamedTuple):
+    """Bytes of one accelerator: all that comes and goes in a step, without gradients of parameters; and
+    parameters with the optimizer's state, and buffers.
+    """
+
+    moving: int
+    fixed: int
+
+
+def held_by_stages(half: str, column: Column, settings: Combination) -> tuple[Held, ...] | None:
+    """Every accelerator of a column; None where the partition would leave one without a layer."""
+    costs = _costs(half, column.num_layers, column.num_filters, settings)
+    cuts = cut_by(costs, str(settings["partition_rule"]), column.num_stages)
+    if cuts is None:
+        return None
+    count = 1 if column.is_naive else int(settings["num_microbatches"])
+    size = HALVES[half].batch_size // count
+    layers, loss = model_of(half, column.num_layers, column.num_filters, size, settings)
+    remat, last = "never" if column.is_naive else "always", len(cuts) - 1
+    found: dict[object, Held] = {}
+    stages = []
+    for index, cut in enumerate(cuts):
+        # All of the Transformer's layers between embedding and softmax are one.
+        like = (len(cut), index == 0, index == last) if half == "transformer" else index
+        if like not in found:
+            own, end = layers[cut.start : cut.stop], loss if index == last else None
+            found[like] = Held(
+                held_bytes(own, end, len(cuts), count, index == 0, remat),
+                sum(BYTES_PER_PARAMETER * each.num_parameters + each.buffer_bytes for each in own),
+            )
+        stages.append(found[like])
+    return tuple(stages)
+
+
+@cache
+def held_bytes(
+    layers: tuple[LayerProfile, ...], loss: LayerProfile | None, k: int, m: int, is_first: bool, remat: str
+) -> int:
+    """Bytes that a step of one stage takes and gives back, at its peak, without gradients of parameters."""
+    stage = replace(
+        stage_bytes(tuple(map(_bare, layers)), loss),
+        parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0,
+    )  # fmt: skip
+    schedule = gpipe(k, m, remat)
+    return stage_memory(stage, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=int(k > 1)).peak
+
+
+def held_in_cut(
+    layers: Sequence[LayerProfile], loss: LayerProfile, cut: Partition, m: int, remat: str
+) -> list[int]:
+    """The same of every stage of a cut."""
+    return [
+        held_bytes(tuple(layers[span.start : span.stop]), loss if span is cut[-1] else None,
+                   len(cut), m, span is cut[0], remat)
+        for span in cut
+    ]  # fmt: skip
+
+
+@cache
+def _bare(layer: LayerProfile) -> LayerProfile:
+    """The layer as if gradients of parameters took no memory, in every backward."""
+    first = layer.first
+    sizes = tuple(0 if storage in first.gradients else size for storage, size in enumerate(first.sizes))
+    first = replace(first, sizes=sizes)
+    return replace(layer, first=first, later=first)
+
+
+def model_of(
+    half: str, num_layers: int, num_filters: int, microbatch_size: int, settings: Combination
+) -> ModelProfile:
+    """The profiles of a model under some settings, without the gradients of parameters."""
+    reading = Reading(number_format=str(settings["activation_format"]), autocast=False)
+    if half == "transformer":
+        return transformer(reading, num_layers, microbatch_size)
+    return amoebanet(
+        reading, num_layers, num_filters, microbatch_size, int(settings["num_classes"]),
+        auxiliary_head=bool(settings["auxiliary_head"]),
+    )  # fmt: skip
+
+
+@cache
+def num_parameters(half: str, num_layers: int, num_filters: int) -> int:
+    """Number of parameters of a model, by its size."""
+    return model_of(half, num_layers, num_filters, 2, {**FIXED[half], **PLAIN}).num_parameters
+
+
+@cache
+def cut_by(costs: tuple[float, ...], rule: str, num_stages: int) -> Partition | None:
+    """Layers with these costs in stages; None where a rule of the unknowns leaves a stage empty."""
+    try:
+        return partition(costs, num_stages, RULES[rule])
+    except ValueError:  # a stage without layers
+        return None
+
+
+def _costs(half: str, num_layers: int, num_filters: int, settings: Combination) -> tuple[float, ...]:
+    """Cost of each layer in the choice of cuts."""
+    layers = model_of(half, num_layers, num_filters, 2, {**settings, **PLAIN}).layers
+    match settings["partition_cost"]:
+        case "layers":
+            return (1.0,) * len(layers)
+        case "parameters":
+            return tuple(float(layer.num_parameters) for layer in layers)
+    return _operations(half, num_layers, num_filters, bool(settings.get("auxiliary_head", False)))
+
+
+@cache
+def _operations(half: str, num_layers: int, num_filters: int, auxiliary_head: bool) -> tuple[float, ...]:
+    """Multiplications and additions of each layer's forward pass."""
+    if half == "transformer":
+        embedding, layer, softmax = map(float, _counted_operations(half, num_layers=1))
+        return (embedding, *[layer] * num_layers, softmax)
+    sizes = ({"num_layers": DEPTH, "num_filters": width} for width in OPERATIONS_SAMPLED_AT)
+    samples = zip(*(_counted_operations(half, **size) for size in sizes), strict=True)
+    layers = [float(_quadratic(OPERATIONS_SAMPLED_AT, values, num_filters)) for values in samples]
+    if not auxiliary_head:
+        del layers[HEAD]
+    return of_depth(layers, num_layers)
+
+
+def _quadratic(places: Sequence[int], values: Sequence[int], at: int) -> Fraction:
+    """The value at a place of the polynomial through all given ones."""
+    total = Fraction(0)
+    for place, value in zip(places, values, strict=True):
+        others = [each for each in places if each != place]
+        total += Fraction(value * prod(at - each for each in others), prod(place - each for each in others))
+    return total
+
+
+@cache
+def _counted_operations(half: str, **size: int) -> tuple[int, ...]:
+    value: Any = example_batch(HALVES[half].model, 2, device="meta", **HALVES[half].options)[0]
+    found = []
+    with FakeTensorMode(), torch.no_grad():
+        value = torch.empty(value.shape, dtype=value.dtype)
+        for layer in meta_model(half, **size):
+            with FlopCounterMode(display=False) as counter:
+                value = fake_copy(layer)(value)
+            found.append(counter.get_total_flops())
+    return tuple(found)
+
+
+def unet_memory(
+    options: Mapping[str, Any], cut_of: Callable[[int], Partition], examples: int, m: int, remat: str
+) -> tuple[int, list[int]]:
+    """Parameters of a U-Net, and the peak of every accelerator in bytes that tensors hold.
+
+    Stages between those of a skip hold nothing of it, as torchgpipe has them. Gradients of skips that wait
+    for their stage are not counted.
+
+    Args:
+        options: of its builder
+        cut_of: the layers of the stages, by their number
+        examples, m: of a micro-batch, and micro-batches
+        remat: which of them are recomputed
+    """
+    with torch.device("meta"):
+        model = MODELS["unet"](**options)
+    ends = map(Boundary.of, example_batch("unet", examples, device="meta", **options))
+    profiler = Profiler()
+    layers, loss = profiler.model(model, loss_fn("unet", **options), *ends)
+    cut, peaks = cut_of(len(model)), []
+    for actions, span in zip(gpipe(len(cut), m, remat).actions, cut, strict=True):
+        own = [model[layer] for layer in span]
+        entering = _without(layers[span.start].inputs, _taken(own))
+        stage = stage_bytes(profiler.chain(own, entering), loss if span is cut[-1] else None)
+        peaks.append(stage_memory(stage, actions, "sgd", is_first=span.start == 0).peak)
+    return count_parameters(model), peaks
+
+
+def _taken(layers: Sequence[nn.Module]) -> int:
+    """How many skips the layers take from stages before them."""
+    own = taken = 0
+    for layer in layers:
+        own += isinstance(layer, Stash)
+        if isinstance(layer, Join):
+            own, taken = (own - 1, taken) if own else (0, taken + 1)
+    return taken
+
+
+def _without(entering: Boundary, num_skips: int) -> Boundary:
+    """The tensors that enter a stage, without the skips that only pass through: those after `num_skips`."""
+    if not entering.is_tuple:
+        return entering
+    kept = slice(1 + num_skips)
+    tensors, same_as = entering.tensors[kept], entering.same_as[kept]
+    return replace(entering, tensors=tensors, same_as=same_as, is_tuple=num_skips > 0)

@@ -2,42 +2,39 @@
 
 Each operation of the full model takes what the accelerator's published peaks allow, and the step is laid out;
 each layer is profiled on fake tensors, and a stage's bytes are added up to their peak (`modelled`). Whatever
-the paper leaves open comes from results/reproduction.toml, and from nowhere else. Half a minute for a table.
-
-The appendix says what these choices would move, over all that is allowed of each: a frame with a row for each
-combination of results/unknowns.toml and a column for each number of the paper. No verdict changes.
+the paper leaves open comes from results/reproduction.toml, and from nowhere else. The appendix says what
+these choices would move: a row for each combination of results/unknowns.toml. No verdict changes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise, product
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from gpipe_bench.experiments.paper.evidence import OF_SHARES, SPEED_UPS, Worst, worst
 from gpipe_bench.experiments.paper.full_size import FullSize, Step, of_the_paper
-from gpipe_bench.experiments.paper.largest import (
+from gpipe_bench.experiments.paper.largest import largest_size
+from gpipe_bench.experiments.paper.profiles import (
     BYTES_PER_PARAMETER,
-    held_bytes,
-    largest_size,
+    Reading,
+    held_by_stages,
+    held_in_cut,
     num_parameters,
-    stages_of,
+    profiled_model,
 )
-from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
-from gpipe_bench.experiments.paper.timed.evidence import SPEED_UPS, Worst, worst
-from gpipe_bench.experiments.paper.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.paper import SENTENCES, load_paper
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.report.grid import fill, numbers_text
-from gpipe_bench.harness.report.reproduced import BASELINE, CLAIMS, COUNTED, error_of
+from gpipe_bench.harness.report.reproduced import BASELINE, CLAIMS, COUNTED, EXTRA, Place, error_of
 from gpipe_bench.harness.reproduction import Value, load_reproduction
 from gpipe_bench.harness.units import convert
 from gpipe_bench.harness.unknowns import load_unknowns, points
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column
-from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.partition import Partition
@@ -46,8 +43,6 @@ from gpipe_bench.planner.accelerators import P100_16, TPUS
 if TYPE_CHECKING:
     import pandas as pd
 
-Place = tuple[str, str, str]
-"""Table, row and column, as in results/paper.csv."""
 Numbers = dict[Place, float]
 """NaN where the paper's own run does not fit; of a sentence about several K the worst."""
 
@@ -72,11 +67,6 @@ class Declared:
             raise ValueError(f"{self.table} has no choice of {setting} in results/reproduction.toml; add one")
         value = self.choices[setting].value
         return value[0] if isinstance(value, tuple) else value
-
-    def several(self, setting: str) -> tuple[Value, ...]:
-        """All values of a setting, in their order."""
-        value = self.choices[setting].value
-        return value if isinstance(value, tuple) else (value,)
 
 
 # Speeds -----------------------------------------------------------------------------------------------------
@@ -104,13 +94,9 @@ def fits(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: 
     if cut is None or batch < m:
         return False
     *layers, loss = full.profiles(declared["activation_format"], -(-batch // m))
-    return all(
-        held_bytes(tuple(layers[span.start : span.stop]), loss if span.stop == len(layers) else None,
-                   k, m, number == 0, remat)
-        + BYTES_PER_PARAMETER * sum(full.parameters[layer] for layer in span)
-        <= declared["memory_cap_bytes"]
-        for number, span in enumerate(cut)
-    )  # fmt: skip
+    fixed = [BYTES_PER_PARAMETER * sum(full.parameters[layer] for layer in span) for span in cut]
+    moving = held_in_cut(layers, loss, cut, m, remat)
+    return bool(max(map(sum, zip(fixed, moving, strict=True))) <= declared["memory_cap_bytes"])
 
 
 def table2(model: str, **given: Value) -> Numbers:
@@ -128,9 +114,8 @@ def table2(model: str, **given: Value) -> Numbers:
 
     found = _first_that_fits("table2", model, rates, given)
     values: Numbers = {(table, f"M={m}", f"K={k}"): found[k, m] / found[2, 1] for k, m in grid}
-    for row, column, m, divisor in SPEED_UPS[table]:
-        values[SENTENCES, row, column] = found[8, m] / found[2, m] / divisor
-    return values
+    row, column, divisor = SPEED_UPS[table]
+    return values | {(SENTENCES, row, column): found[8, 32] / found[2, 32] / divisor}
 
 
 def table3(model: str, **given: Value) -> Numbers:
@@ -149,15 +134,14 @@ def table3(model: str, **given: Value) -> Numbers:
 
 
 def _first_that_fits(
-    experiment: str,
-    model: str,
-    rates: Callable[[Declared, FullSize], dict[Any, float]],
+    experiment: str, model: str, rates: Callable[[Declared, FullSize], dict[Any, float]],
     given: Mapping[str, Value],
-) -> dict[Any, float]:
+) -> dict[Any, float]:  # fmt: skip
     """The rates with the first width under which all of them are there, else with the last."""
     table = f"{experiment}-{model}"
+    widths = Declared(table).choices["d_model"].value if model == "transformer" else 0
     found: dict[Any, float] = {}
-    for width in Declared(table).several("d_model") if model == "transformer" else (0,):
+    for width in widths if isinstance(widths, tuple) else (widths,):
         declared = Declared(table, **given, **({"d_model": width} if width else {}))
         found = rates(declared, _model(experiment, model, declared))
         if all(map(math.isfinite, found.values())):
@@ -177,20 +161,18 @@ def figure3(model: str, **given: Value) -> Numbers:
     declared = Declared(table, **given)
     full = _model("figure3", model, declared)
 
-    def fastest(k: int, m: int, remat: str) -> float:
-        return _fastest(full, declared, k, m, remat)[0]
-
     stages = (1, 2, 4, 8) if model == "resnet101" else (2, 4, 8)
-    base = fastest(stages[0], 1, declared["naive_remat"])
+    base, _ = _fastest(full, declared, stages[0], 1, declared["naive_remat"])
     m = int(declared["num_microbatches"])
+    rates = {f"pipeline-{k}": _fastest(full, declared, k, m, "always")[0] for k in stages}
     values: Numbers = {(table, row, f"naive-{stages[0]}"): base / base}
-    values |= {(table, row, f"pipeline-{k}"): fastest(k, m, "always") / base for k in stages}
+    values |= {(table, row, name): found / base for name, found in rates.items()}
     most = values[table, row, "pipeline-8"]
     if model == "amoebanet":
         share = "AmoebaNet-D (4, 512): share of a linear speed-up"
         return values | {(SENTENCES, share, "pipeline-8 over naive-2"): most / 4}
     one = values[table, row, "pipeline-1"]
-    extra = (SENTENCES, "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101")
+    extra = (SENTENCES, EXTRA, "pipeline-1 / naive-1, ResNet-101")
     return values | {extra: 100 * (1 / one - 1), (table, f"{row} by the text", "pipeline-8"): most}
 
 
@@ -221,15 +203,8 @@ def table4(model: str = "resnet101", **given: Value) -> Numbers:
     printed = ("computation", "recompute", "bubble", "load imbalance", "setup", "weight update")
     values: Numbers = {("breakdown-v5", part, "share of the step"): two[part] for part in printed}
     values["breakdown-v1", "load imbalance", "K=4"] = shares[4]["load imbalance"]
-    bubbles, recomputation = {}, {}
-    for k, of in shares.items():
-        rest = max(share for part, share in of.items() if part not in ("computation", "recompute"))
-        bubbles[f"K={k}"] = of["bubble"] / 100 * (m + k - 1) / (k - 1)
-        recomputation[f"K={k}"] = of["recompute"] / rest
-    for row, of_each in (
-        ("bubble observed over (K-1)/(M+K-1)", bubbles),
-        ("recomputation over the next largest overhead", recomputation),
-    ):
+    for row, number in OF_SHARES.items():
+        of_each = {f"K={k}": number(k, m, of) for k, of in shares.items()}
         values[SENTENCES, row, "ResNet-101"] = worst(row, "ResNet-101", of_each)
     return values
 
@@ -250,16 +225,21 @@ def table1(half: str, **given: Value) -> Numbers:
     settings = {name: declared[name] for name in (*names, "num_microbatches", *own)}
     values: Numbers = {}
     for column in COLUMNS[half]:
-        stages = stages_of(half, column, settings)
+        stages = held_by_stages(half, column, settings)
         values[table, "peak activation memory", column.name] = (
-            math.nan if stages is None else float(sum(stage.held for stage in stages))
+            math.nan if stages is None else float(sum(stage.moving for stage in stages))
         )
     return values if given else values | _capacities(half, declared, settings)
 
 
 def _capacities(half: str, declared: Declared, settings: dict[str, Any]) -> Numbers:
     """Parameters of the largest models that fit, and the quotients that the paper makes of them."""
-    fits = partial(_column_fits, half, settings, declared["memory_cap_bytes"])
+
+    def fits(column: Column, num_layers: int, num_filters: int) -> bool:
+        sized = replace(column, num_layers=num_layers, num_filters=num_filters)
+        stages = held_by_stages(half, sized, settings)
+        return stages is None or all(sum(stage) <= declared["memory_cap_bytes"] for stage in stages)
+
     values: Numbers = {}
     largest: dict[str, int] = {}
     for column in COLUMNS[half]:
@@ -283,34 +263,6 @@ def _capacities(half: str, declared: Declared, settings: dict[str, Any]) -> Numb
     return values
 
 
-def _column_fits(
-    half: str, settings: dict[str, Any], cap: int, column: Column, num_layers: int, num_filters: int
-) -> bool:
-    stages = stages_of(half, replace(column, num_layers=num_layers, num_filters=num_filters), settings)
-    return stages is None or all(stage.fixed + stage.held <= cap for stage in stages)
-
-
-TORCHGPIPE = {
-    "pipeline-1": (18, 416, (24,)), "pipeline-2": (18, 544, (16, 8)), "pipeline-4": (36, 544, (16, 12, 7, 7)),
-    "pipeline-8": (72, 512, (23, 16, 11, 6, 6, 5, 5, 6)),
-}  # fmt: skip
-"""torchgpipe's AmoebaNet-D by column: layers, filters and balance, at 128 images in 128 micro-batches."""
-
-
-def torchgpipe_memory(column: str) -> float:
-    """Bytes of torchgpipe's published peak activation memory of AmoebaNet-D, as Table 1 counts its own."""
-    num_layers, num_filters, balance = TORCHGPIPE[column]
-    model = amoebanet(Reading(autocast=False), num_layers, num_filters, 1, 1000, auxiliary_head=False)
-    if sum(balance) != len(model.layers):
-        raise ValueError(f"{column}'s balance has {sum(balance)} layers, the model {len(model.layers)}")
-    ends = pairwise(accumulate(balance, initial=0))
-    return float(sum(
-        held_bytes(model.layers[start:stop], model.loss if stop == len(model.layers) else None,
-                   len(balance), 128, start == 0, "except_last")
-        for start, stop in ends
-    ))  # fmt: skip
-
-
 # The stride control of v1, section 5. The paper moved a stride from the first convolution of AmoebaNet-D
 # (2, 256) to the last and says that activations grew fourfold and the model did not grow. Both are counted
 # under the declared configuration.
@@ -330,8 +282,7 @@ def stride(table: str, **given: Value) -> Numbers:
             "num_classes": declared["num_classes"], "image_size": declared["image_size"],
             "aux_head": declared["auxiliary_head"],
         }  # fmt: skip
-        workload = Workload("AmoebaNet-D", "amoebanet-d", options, STRIDE_EXAMPLES)
-        layers, loss = workload.profile(STRIDE_EXAMPLES, Profiler())
+        layers, loss = profiled_model(Reading(), "amoebanet-d", STRIDE_EXAMPLES, **options)
         kept = stage_bytes(layers, loss)
         sizes.append((kept.saved_bytes + kept.input_bytes, sum(layer.num_parameters for layer in layers)))
     rows = ("activation memory over the original's", COUNTED)
@@ -343,42 +294,34 @@ def stride(table: str, **given: Value) -> Numbers:
 
 # Cases ------------------------------------------------------------------------------------------------------
 
-COMPUTED: dict[str, dict[str, Callable[..., Numbers]]] = {
-    "table1": {"amoebanet": table1, "transformer": table1},
-    "table2": {"amoebanet": table2, "transformer": table2},
-    "table3": {"amoebanet": table3, "transformer": table3},
-    "figure3": {"resnet101": figure3, "amoebanet": figure3},
-    "table4": {"resnet101": table4},
-    "computed": {"control-stride": stride},
-}
-"""Functions that compute the numbers, by experiment and model."""
+COMPUTED: dict[str, Callable[..., Numbers]] = {
+    "table1": table1, "table2": table2, "table3": table3, "figure3": figure3, "table4": table4,
+    "computed": stride,
+}  # fmt: skip
+"""Functions that compute the numbers of a model, by experiment."""
 
 
 def run(experiment: str, case: Case) -> Outcome:
     """Computes one model's numbers; what does not fit has none."""
-    model = str(case.key["model"])
-    return Outcome(tuple(_metrics(COMPUTED[experiment][model](model))))
-
-
-def _metrics(values: Numbers) -> Iterator[Metric]:
-    for (table, row, column), value in values.items():
+    metrics = []
+    for (table, row, column), value in COMPUTED[experiment](str(case.key["model"])).items():
         key = {"table": table, "row": row, "column": column}
         if isinstance(value, Worst):
             key["over"] = value.over
-        yield Metric(
-            name="computed", key=key,
-            value=float(value) if math.isfinite(value) else None, unit=unit_of(table, row),
-            provenance="modelled", note="" if math.isfinite(value) else BASELINE,
+        known = math.isfinite(value)
+        metrics.append(
+            Metric(
+                name="computed", key=key, value=float(value) if known else None, unit=unit_of(table, row),
+                provenance="modelled", note="" if known else BASELINE,
+            )
         )  # fmt: skip
+    return Outcome(tuple(metrics))
 
 
 def unit_of(table: str, row: str) -> str:
     """Unit of a computed number."""
-    if row == "peak activation memory":
-        return "bytes"
-    if row == "maximum parameters":
-        return "parameters"
-    return "%" if table.startswith("breakdown") or row == "extra time by recomputation" else "ratio"
+    known = {"peak activation memory": "bytes", "maximum parameters": "parameters", EXTRA: "%"}
+    return known.get(row, "%" if table.startswith("breakdown") else "ratio")
 
 
 # The appendix: what the paper leaves open -------------------------------------------------------------------
@@ -419,7 +362,7 @@ def sweep(experiment: str, model: str) -> pd.DataFrame:
     settings = settings_of(experiment, model)
     rows, found = list(product(*settings.values())), []
     for values in rows:
-        numbers = COMPUTED[experiment][model](model, **dict(zip(settings, values, strict=True)))
+        numbers = COMPUTED[experiment](model, **dict(zip(settings, values, strict=True)))
         found.append(
             {
                 " | ".join(place): convert(number, unit_of(*place[:2]), printed[place].unit)
@@ -445,15 +388,8 @@ def text(experiment: str, model: str) -> str:
         most = max(effects, key=lambda level: effects[level].max() / effects[level].min(), default="")
         by = effects[most].max() / effects[most].min() if most and len(values) else 1.0
         span = f"{values.min():.3g} to {values.max():.3g}" if len(values) else "nothing fits"
-        lines.append(
-            [
-                f"{cell.row}, {cell.column}",
-                cell.printed,
-                span,
-                f"{100 * met[name].mean():.0f} %",
-                f"{most} x{by:.2f}",
-            ]
-        )
+        share = f"{100 * met[name].mean():.0f} %"
+        lines.append([f"{cell.row}, {cell.column}", cell.printed, span, share, f"{most} x{by:.2f}"])
     whole = fill(f"{int(met.all(axis=1).sum())} of {len(frame):,} combinations give the whole table.")
     headers = ["", "paper", "over all settings", "meet it", "moved most by"]
     return numbers_text(f"{experiment}, {model}: what the paper leaves open", headers, lines, whole)

@@ -14,6 +14,7 @@ Nothing is timed, so cases run beside each other on all cores.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -48,18 +49,15 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def _on_a_gpu(smoke: bool) -> list[Case]:
-    """Cases on a GPU, the most telling first: the model without GPipe beside the same with it. Their ratios
-    are the paper's factors of 25 and 3.8.
-    """
+    """Cases on a GPU, the most telling first: models on one, whose ratios are the paper's 25 and 3.8."""
     every = [
         (half, each)
         for half, columns in COLUMNS.items()
         for each in columns
         if not smoke or each.num_stages == 1 or each.name in SMOKE_COLUMNS[half]
     ]
-    of_one = [(half, each) for half, each in every if each.num_stages == 1]
-    runs = [(half, each, precision) for precision in PRECISIONS for half, each in of_one]
-    runs += [(half, each, "float32") for half, each in every if each.num_stages > 1]
+    runs = [(*of, precision) for precision in PRECISIONS for of in every if of[1].num_stages == 1]
+    runs += [(*of, "float32") for of in every if of[1].num_stages > 1]
     return [
         Case({"part": "device", "half": half, "column": each.name, "precision": precision}, 30.0)
         for half, each, precision in runs
@@ -76,10 +74,16 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table1", case)
-    if case.key["part"] in ("paper", "largest"):
+    key: dict[str, Any] = case.key
+    if key["part"] in ("paper", "largest"):
         with no_collections():  # profiles and footprints by the thousand, and no garbage among them
-            return _run_largest(case.key) if case.key["part"] == "largest" else _run_paper(case.key)
-    return _run_device(case.key, options)
+            return _run_largest(key) if key["part"] == "largest" else _run_paper(key)
+    if options.device != "cuda":
+        return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
+    from gpipe_bench.experiments.paper.largest import run_column
+
+    smallest = options.profile == "smoke"
+    return run_column(key["half"], key["column"], key["precision"], smallest=smallest)
 
 
 def _run_paper(key: dict[str, Any]) -> Outcome:
@@ -90,59 +94,40 @@ def _run_paper(key: dict[str, Any]) -> Outcome:
     setting = Setting.of(key["half"], key["column"], key["precision"], key["attention"])
     given = 1 if size.is_naive else half.num_microbatches
     placed = place_anyhow(setting, size.num_layers, size.num_filters, given)
-    return Outcome(
-        (
-            _modelled("parameters", placed.num_parameters, "parameters"),
-            _modelled(
-                "parameter memory",
-                sum(stage.parameters + stage.optimizer_state for stage in placed.stages)
-                - placed.counter_bytes,
-                "bytes",
-            ),
-            _modelled("peak activation memory", sum(stage.working_set for stage in placed.stages), "bytes"),
-            _modelled("gradients", sum(stage.gradients for stage in placed.stages), "bytes"),
-            _modelled("peak per accelerator", placed.peak_bytes, "bytes"),
-            _modelled("num_microbatches", given, "micro-batches"),
-        ),
-        {"cap_gib": half.cap_gib, "placement": placed.describe()},
+    held = sum(stage.parameters + stage.optimizer_state for stage in placed.stages)
+    working_set = sum(stage.working_set for stage in placed.stages)
+    metrics = (
+        _modelled("parameters", placed.num_parameters, "parameters"),
+        _modelled("parameter memory", held - placed.counter_bytes, "bytes"),
+        _modelled("peak activation memory", working_set, "bytes"),
+        _modelled("gradients", sum(stage.gradients for stage in placed.stages), "bytes"),
+        _modelled("peak per accelerator", placed.peak_bytes, "bytes"),
+        _modelled("num_microbatches", given, "micro-batches"),
     )
+    return Outcome(metrics, {"cap_gib": half.cap_gib, "placement": placed.describe()})
 
 
 def _run_largest(key: dict[str, Any]) -> Outcome:
     """The largest model of the family that fits on as many accelerators of the same memory."""
     from gpipe_bench.experiments.paper.largest import Setting, largest
 
-    half = HALVES[key["half"]]
+    cap = {"cap_gib": HALVES[key["half"]].cap_gib}
     setting = Setting.of(key["half"], key["column"], key["precision"], key["attention"])
     try:
         found = largest(setting)
     except ValueError as error:  # nothing fits: that is the answer, not a mistake
-        return Outcome(
-            (_modelled("parameters", None, "parameters", note=str(error)),), {"cap_gib": half.cap_gib}
-        )
-    return Outcome(
-        (
-            _modelled("parameters", found.num_parameters, "parameters"),
-            _modelled("num_layers", found.num_layers, "layers"),
-            _modelled("num_filters", found.num_filters, "filters"),
-            _modelled("num_microbatches", found.num_microbatches, "micro-batches"),
-            _modelled("peak per accelerator", found.peak_bytes, "bytes"),
-        ),
-        {"cap_gib": half.cap_gib, "placement": found.describe()},
+        return Outcome((_modelled("parameters", None, "parameters", note=str(error)),), cap)
+    metrics = (
+        _modelled("parameters", found.num_parameters, "parameters"),
+        _modelled("num_layers", found.num_layers, "layers"),
+        _modelled("num_filters", found.num_filters, "filters"),
+        _modelled("num_microbatches", found.num_microbatches, "micro-batches"),
+        _modelled("peak per accelerator", found.peak_bytes, "bytes"),
     )
+    return Outcome(metrics, {**cap, "placement": found.describe()})
 
 
-def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
-    """Stages of the paper's model by themselves on a real GPU, under its cap."""
-    if options.device != "cuda":
-        return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
-    from gpipe_bench.experiments.paper.real_steps import run_column
-
-    return run_column(key["half"], key["column"], key["precision"], smallest=options.profile == "smoke")
-
-
-def _modelled(name: str, value: float | None, unit: str, note: str = "") -> Metric:
-    return Metric(name=name, value=value, unit=unit, provenance="modelled", note=note)
+_modelled = partial(Metric, provenance="modelled")
 
 
 EXPERIMENT = Experiment(

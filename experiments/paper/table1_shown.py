@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import paper_style, without_frame
 from gpipe_bench.harness.compare import compare
@@ -132,9 +132,7 @@ def _ratio(over: float | None, under: float | None) -> str:
 
 
 def _devices(records: Sequence[Record]) -> str:
-    """Real stages on a GPU, where they ran, beside what the paper says of them: its models ran there, so by
-    the paper every one fits.
-    """
+    """Real stages on a GPU, where they ran, beside the paper's, by which every one fits."""
     lines = []
     for record in of_case(records, part="device"):
         name = [record.case["half"], record.case["column"], record.case.get("precision", "float32")]
@@ -143,21 +141,17 @@ def _devices(records: Sequence[Record]) -> str:
             continue
         facts = record.details
         said, agrees = f"fits {facts['cap_gib']:g} GiB", "as in the paper"
-        if not facts["fits"]:
-            said = f"does not fit {facts['cap_gib']:g} GiB: {_ran_out(facts['stages'])}"
+        if not facts["fits"]:  # the first stage that ran out; the record has all that torch says of it
+            stage = next(stage for stage in facts["stages"] if stage["ran_out"])
+            why = f"stage {stage['stage']} held {_gib(stage['at_most'])}; "
+            why += ". ".join(stage["ran_out"].split(". ")[:2])
+            said = f"does not fit {facts['cap_gib']:g} GiB: {why}"
             agrees = "not as in the paper, where it fits"
         peaks = [_said(record, f"{how} peak", _gib) for how in ("measured", "modelled")]
         lines.append([*name, len(facts["stages"]), *peaks, said, agrees])
     headers = ["model", "column", "", "distinct stages", "measured peak", "modelled peak", "", ""]
     title = "Every distinct stage for real on this GPU, alone, under the paper's cap (fullest one)"
     return Grid(title=title, columns=headers, lines=lines).text() if lines else ""
-
-
-def _ran_out(stages: Sequence[Mapping[str, Any]]) -> str:
-    """Text about the first stage that ran out of memory; the record has all that torch says of it."""
-    stage = next(stage for stage in stages if stage["ran_out"])
-    said = ". ".join(stage["ran_out"].split(". ")[:2])
-    return f"stage {stage['stage']} held {_gib(stage['at_most'])}; {said}"
 
 
 WHOSE = ("paper", "computed under the declared choices", "this engine")
@@ -195,30 +189,21 @@ def _draw(found: Mapping[tuple[str, str, str], Comparison], records: Sequence[Re
         [found[table, row, name] for name in names]
         for row in ("maximum parameters", "peak activation memory")
     )
-    here = [
-        _value(find(records, part="largest", column=name, precision="float32"), "parameters")
-        for name in names
-    ]
-    _bars(left, sizes, here)
-    _bars(
-        right,
-        moving,
-        [_moving(find(records, "done", part="paper", column=name), moving[0].unit) for name in names],
-    )
+    unit, here = moving[0].unit, list[float | None]()
+    for name in names:  # memory that comes and goes in a step, at the paper's number of micro-batches
+        record = find(records, "done", part="paper", column=name)
+        stages = [] if record is None else record.details["placement"]["stages"]
+        total = sum(stage[part] for stage in stages for part in MOVING)
+        here.append(None if record is None else convert(total, "bytes", unit))
+    largest = (find(records, part="largest", column=name, precision="float32") for name in names)
+    _bars(left, sizes, [_value(record, "parameters") for record in largest])
+    _bars(right, moving, here)
     left.set(ylabel="parameters", title=f"{HALVES[half].model}: largest model")
-    right.set(ylabel=f"{moving[0].unit}, all accelerators", title="activation memory of the paper's models")
+    right.set(ylabel=f"{unit}, all accelerators", title="activation memory of the paper's models")
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     without_frame(figure)
     return figure
-
-
-def _moving(record: Record | None, unit: str) -> float | None:
-    """Memory that comes and goes in a step, at the paper's number of micro-batches."""
-    if record is None:
-        return None
-    stages = record.details["placement"]["stages"]
-    return convert(sum(stage[part] for stage in stages for part in MOVING), "bytes", unit)
 
 
 def _bars(axes: Axes, cells: Sequence[Comparison], here: Iterable[float | None]) -> None:
@@ -255,50 +240,39 @@ def cells(records: Sequence[Record]) -> list[Result]:
     found: list[Result] = []
     for half in HALVES:
         for column in COLUMNS[half]:
-            found += [
-                _parameters(records, half, column.name, "parameters"),
-                _parameters(records, half, column.name, "parameter memory"),
-                _any_count(records, half, column.name),
-            ]
-    found += [_quotient(records, *claim) for claim in reproduced.CLAIMS]
+            record = _of_the_paper(records, half, column.name)
+            found += [  # an exact count, and so many bytes for each
+                Result(
+                    table=HALVES[half].table, row=row, column=column.name, question="as published",
+                    metric=record.metric(row) if record is not None else None, record=record,
+                )
+                for row in ("parameters", "parameter memory")
+            ]  # fmt: skip
+            found.append(_any_count(records, half, column.name))
+    for row, half, over, under in reproduced.CLAIMS:  # quotients of the exact counts
+        ours, theirs = (_value(_of_the_paper(records, half, name), "parameters") for name in (over, under))
+        value = ours / theirs if ours and theirs else None
+        found.append(
+            Result(
+                table="claims", row=f"quotient of the printed counts, {row}", column=f"{over} / {under}",
+                question="as published",
+                metric=Metric(name=row, value=value, unit="ratio", provenance="modelled"),
+            )
+        )  # fmt: skip
     return found + reproduced.answers(records)
 
 
-def _parameters(records: Sequence[Record], half: str, column: str, row: str) -> Result:
-    """An exact count, or so many bytes for each."""
-    record = find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
-    return Result(
-        table=HALVES[half].table, row=row, column=column, question="as published",
-        metric=record.metric(row) if record is not None else None, record=record,
-    )  # fmt: skip
+def _of_the_paper(records: Sequence[Record], half: str, column: str) -> Record | None:
+    return find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
 
 
 def _any_count(records: Sequence[Record], half: str, column: str) -> Result:
     key = {"half": half, "column": column, "attention": JUDGED_ATTENTION[half], "precision": "float32"}
     record = find(records, part="largest", **key)
-    metric = record.metric("parameters") if record is not None else None
+    known = _value(record, "parameters") is not None
     return Result(
-        table=HALVES[half].table,
-        row=ANY_COUNT,
-        column=column,
-        metric=metric if metric is not None and metric.value is not None else None,
-        record=record,
-        not_comparable=CONTEXT,
-    )
-
-
-def _quotient(records: Sequence[Record], row: str, half: str, over: str, under: str) -> Result:
-    """The quotient of the exact counts of the models that the paper names."""
-    counts = []
-    for column in (over, under):
-        record = find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
-        metric = record.metric("parameters") if record is not None else None
-        counts.append(metric.value if metric is not None and metric.value is not None else 0)
-    value = counts[0] / counts[1] if all(counts) else None
-    return Result(
-        table="claims", row=f"quotient of the printed counts, {row}", column=f"{over} / {under}",
-        question="as published",
-        metric=Metric(name=row, value=value, unit="ratio", provenance="modelled"),
+        table=HALVES[half].table, row=ANY_COUNT, column=column, record=record, not_comparable=CONTEXT,
+        metric=record.metric("parameters") if record is not None and known else None,
     )  # fmt: skip
 
 

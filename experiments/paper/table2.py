@@ -21,15 +21,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import evidence
-from gpipe_bench.experiments.paper.timed.workloads import (
-    PROFILES,
-    TABLE2,
-    Configuration,
-    Job,
-    Workload,
-    real_cases,
-)
+from gpipe_bench.experiments.paper import evidence
+from gpipe_bench.experiments.paper.workloads import PROFILES, TABLE2, Configuration, Workload, real_cases
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import REPRODUCTION, Metric, Record, from_samples, of_case
@@ -72,16 +65,13 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table2", case)
-    from gpipe_bench.experiments.paper.timed.results import results
-    from gpipe_bench.experiments.paper.timed.steps import measure, run_real
+    from gpipe_bench.experiments.paper.steps import run_real, timed
 
     workload = TABLE2[str(case.key["model"])][options.profile]
     if "part" in case.key:
         return run_real(workload, MICROBATCHES[options.profile], options)
-    batch = str(case.key["batch"])
-    configurations, facts = _configurations(workload, batch, options)
-    job = Job(workload, configurations, ROUNDS[options.profile], options.engine or "ours", options.device)
-    metrics, details = results(job, measure(job))
+    plan, facts = _configurations(workload, str(case.key["batch"]), options)
+    _, metrics, details = timed(workload, plan, ROUNDS[options.profile], options)
     return Outcome(tuple(metrics), {"model": workload.model, **facts, **details})
 
 
@@ -89,8 +79,8 @@ def _configurations(
     workload: Workload, batch: str, options: RunOptions
 ) -> tuple[tuple[Configuration, ...], dict[str, Any]]:
     """Configurations that are run, and facts for the record."""
-    from gpipe_bench.experiments.paper.timed.steps import num_devices
-    from gpipe_bench.experiments.paper.timed.workloads import fitted
+    from gpipe_bench.experiments.paper.steps import num_devices
+    from gpipe_bench.experiments.paper.workloads import fitted
 
     cells = [(k, m) for k in STAGES[options.profile] for m in MICROBATCHES[options.profile]]
     if batch == "fitted":
@@ -125,7 +115,7 @@ def _in_order(record: Record) -> list[str]:
     return sorted(cells, key=lambda name: (cells[name]["num_stages"], cells[name]["num_microbatches"]))
 
 
-def _place(record: Record, name: str) -> evidence.Place:
+def _place(record: Record, name: str) -> reproduced.Place:
     stages, count = name.split()
     return TABLES[str(record.case["model"])], count, stages
 
@@ -145,9 +135,9 @@ def _quotients(
 ) -> Iterator[Result]:
     """Sentences about the quotient of two cells, or the least of several."""
     about = [
-        ((row, column), [(model, f"K=8 M={m}", f"K=2 M={m}")], divisor)
+        ((row, column), [(model, "K=8 M=32", "K=2 M=32")], divisor)
         for model in fitted
-        for row, column, m, divisor in evidence.SPEED_UPS[TABLES[model]]
+        for row, column, divisor in [evidence.SPEED_UPS[TABLES[model]]]
     ]
     neighbours = [
         (model, more, fewer)

@@ -20,9 +20,9 @@ from operator import truediv
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import evidence
-from gpipe_bench.experiments.paper.timed.results import SAME_SHARE
-from gpipe_bench.experiments.paper.timed.workloads import (
+from gpipe_bench.experiments.paper import evidence
+from gpipe_bench.experiments.paper.results import SAME_SHARE
+from gpipe_bench.experiments.paper.workloads import (
     NUM_MICROBATCHES,
     PROFILES,
     TABLE3,
@@ -31,7 +31,7 @@ from gpipe_bench.experiments.paper.timed.workloads import (
     real_cases,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Record, frame, interval_name, of_case
+from gpipe_bench.harness.record import Record, interval_name
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
@@ -61,8 +61,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
         return reproduction.run("table3", case)
     from gpipe_bench.experiments.paper.full_size import FullSize
-    from gpipe_bench.experiments.paper.timed.results import replayed
-    from gpipe_bench.experiments.paper.timed.steps import measure, run_real
+    from gpipe_bench.experiments.paper.results import replayed
+    from gpipe_bench.experiments.paper.steps import measure, run_real
 
     sizes = TABLE3[str(case.key["model"])]
     workload, paper = sizes[options.profile], sizes["full"]
@@ -115,34 +115,24 @@ def stage_counts(record: Record) -> list[int]:
 # Text and figures
 
 
-def tables(records: Sequence[Record]) -> str:
-    """The steps over each link, and from which bandwidth on messages are hidden."""
-    numbers = frame(of_case(records, "done"))
-    if "link" not in numbers:
-        return ""
-    steps = numbers[numbers.part == "steps"]
-    steps = steps[steps.metric == "normalised throughput"]
-    parts = []
-    for model, record in evidence.by_model(records, TABLES, part="steps").items():
-        of = steps[steps.model == model]
-        texts = of.assign(text=[_text(*each) for each in of[["value", "low", "high"]].to_numpy()])
-        wide = texts.pivot(index="K", columns="link", values="text")
-        wide = wide.reindex(index=stage_counts(record), columns=[*COLUMNS])
-        lines = [
-            [f"K={k}", *line]
-            for k, line in zip(wide.index, wide.astype(object).fillna("-").to_numpy(), strict=True)
-        ]
-        headers = ["", *(COLUMNS[name] for name in wide.columns)]
-        several = max(map(len, of.samples), default=0)
-        parts.append(numbers_text(_title(record, several), headers, lines))
-    return "\n\n".join(parts)
-
-
 COLUMNS = {SAME_SHARE: "PCIe,\nsame share", "PCIe": "PCIe", "free link": "free\nlink"}
 
 
-def _text(value: float, low: float, high: float) -> str:
-    return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
+def tables(records: Sequence[Record]) -> str:
+    """The steps over each link."""
+    parts = []
+    for record in evidence.by_model(records, TABLES, part="steps").values():
+        found = {
+            f"K={k}": [record.metric("normalised throughput", link=link, K=k) for link in COLUMNS]
+            for k in stage_counts(record)
+        }
+        lines = [
+            [name, *("-" if each is None else evidence.interval(each) for each in of)]
+            for name, of in found.items()
+        ]
+        several = max((len(each.samples) for of in found.values() for each in of if each), default=0)
+        parts.append(numbers_text(_title(record, several), ["", *COLUMNS.values()], lines))
+    return "\n\n".join(parts)
 
 
 def _title(record: Record, several: int) -> str:
@@ -184,19 +174,17 @@ def _throughput(records: Sequence[Record], laid_out: Mapping[str, Record]) -> Fi
         printed = evidence.published(TABLES[model])
         for k in stage_counts(record):
             numbers: list[tuple[str, str, Any]] = [
-                (
-                    evidence.OURS,
-                    LINKS[link],
-                    getattr(record.metric("normalised throughput", link=link, K=k), "value", None),
-                )
+                (evidence.OURS, LINKS[link], record.metric("normalised throughput", link=link, K=k))
                 for link in (record.details["judged"], "free link")
             ]
-            cell, ours = printed.get(("paper", "M=32", f"K={k}")), computed.get((TABLES[model], f"K={k}"))
             slow = LINKS[SAME_SHARE]
-            numbers += [(evidence.PAPER, slow, cell.value)] if cell else []
-            numbers += [(evidence.COMPUTED, slow, ours.value)] if ours else []
+            numbers.append((evidence.PAPER, slow, printed.get(("paper", "M=32", f"K={k}"))))
+            numbers.append((evidence.COMPUTED, slow, computed.get((TABLES[model], f"K={k}"))))
             at = {"title": record.details["title"], "scale": record.details["scale"], "K": k}
-            rows += [{**at, "metric": whose, "link": link, "value": value} for whose, link, value in numbers]
+            rows += [
+                {**at, "metric": whose, "link": link, "value": None if number is None else number.value}
+                for whose, link, number in numbers
+            ]
     return evidence.lines(DataFrame(rows), x="K", hue="link", y="throughput, K = 2 is 1")
 
 

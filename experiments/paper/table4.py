@@ -18,14 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.timed import evidence
-from gpipe_bench.experiments.paper.timed.workloads import (
-    PROFILES,
-    VERSION1,
-    Configuration,
-    Job,
-    real_cases,
-)
+from gpipe_bench.experiments.paper import evidence
+from gpipe_bench.experiments.paper.workloads import PROFILES, VERSION1, Configuration, real_cases
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, from_samples
@@ -67,8 +61,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table4", case)
-    from gpipe_bench.experiments.paper.timed.results import by_turn, joined, link_of, results, take_apart
-    from gpipe_bench.experiments.paper.timed.steps import measure, num_devices, run_real
+    from gpipe_bench.experiments.paper.results import by_turn, joined, link_of, take_apart
+    from gpipe_bench.experiments.paper.steps import num_devices, run_real, timed
 
     model = str(case.key["model"])
     workload = VERSION1[model][options.profile]
@@ -80,9 +74,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k <= real, counts=COUNTS)
         for k in (STAGES[:1] if options.profile == "smoke" else STAGES)
     )
-    job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
-    found = measure(job)
-    metrics, details = results(job, found)
+    found, metrics, details = timed(workload, plan, ROUNDS[options.profile], options)
     link = link_of(found, options.device)
     for index, configuration in enumerate(plan):
         turns = by_turn([each.steps[index] for each in found])
@@ -99,7 +91,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return Outcome(tuple(metrics), details)
 
 
-Number = Callable[[int, Mapping[str, float]], float]
+Number = Callable[[int, int, Mapping[str, float]], float]
+NOTES = ("Share of K x step over the formula's", "Quotient of two shares of K x step")  # of the sentences
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
@@ -111,16 +104,15 @@ def cells(records: Sequence[Record]) -> list[Result]:
     note = f"Run here: {scale}, M = {NUM_MICROBATCHES}, exact cut by seconds."
     found = [each for each in record.metrics if each.name == SHARE]
     shares = {k: {str(each.key["part"]): each for each in found if each.key["K"] == k} for k in (2, 4)}
-    cells = [
-        (("breakdown-v5", part, SHARE), each) for part, each in shares[2].items() if part != "communication"
-    ]
+    two = {part: each for part, each in shares[2].items() if part != "communication"}
+    cells = [(("breakdown-v5", part, SHARE), each) for part, each in two.items()]
     if shares[4]:
         cells.append((("breakdown-v1", "load imbalance", "K=4"), shares[4]["load imbalance"]))
     results = [
         evidence.beside(records, record, place, metric, SETUP if place[1] == "setup" else note)
         for place, metric in cells
     ]
-    for number, row, what in SENTENCES:
+    for (row, number), note in zip(evidence.OF_SHARES.items(), NOTES, strict=True):
         ratios = {
             f"K={k}": ratio
             for k, of in shares.items()
@@ -131,31 +123,12 @@ def cells(records: Sequence[Record]) -> list[Result]:
             least = evidence.worst(row, JUDGED_COLUMN, numbers)
             metric = next(ratio for ratio in ratios.values() if ratio.value == least)
             metric = replace(metric, key={"over": least.over})
-            results += evidence.sentence(records, record, row, JUDGED_COLUMN, metric, what)
+            results += evidence.sentence(records, record, row, JUDGED_COLUMN, metric, note)
     return [*results, *reproduced.answers(records)]
 
 
 def _of_parts(number: Number, num_stages: int, parts: Sequence[str], *shares: float) -> float:
-    return number(num_stages, dict(zip(parts, shares, strict=True)))
-
-
-def _over_the_formula(num_stages: int, shares: Mapping[str, float]) -> float:
-    """The share of the bubble over the formula's, of the shares of all parts in percent."""
-    return shares["bubble"] / (100 * (num_stages - 1) / (NUM_MICROBATCHES + num_stages - 1))
-
-
-def _over_the_next(_: int, shares: Mapping[str, float]) -> float:
-    """Recomputation over the next largest overhead, likewise."""
-    others = shares.keys() - {"computation", "recompute"}
-    return shares["recompute"] / max(shares[part] for part in others)
-
-
-SENTENCES: tuple[tuple[Number, str, str], ...] = (
-    (_over_the_formula, "bubble observed over (K-1)/(M+K-1)", "Share of K x step over the formula's"),
-    (_over_the_next, "recomputation over the next largest overhead", "Quotient of two shares of K x step"),
-)
-"""The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1, section
-4.2, says both of two and of four stages. Number and row of a sentence, and what the number is."""
+    return number(num_stages, NUM_MICROBATCHES, dict(zip(parts, shares, strict=True)))
 
 
 def _taken_apart(records: Sequence[Record]) -> DataFrame:

@@ -75,8 +75,6 @@ class Profiler:
     ``number_format`` is a dtype in which every layer reads its parameters without keeping copies of them;
     their own sizes stay. With inputs of that dtype all activations have it, and gradients in the traces.
 
-    ``with_shapes`` also keeps the shape that each storage was made for, which scaled profiles lack.
-
     ``split_backward`` also profiles the two halves of a backward, for schedules with I and W.
 
     ``ties_apart`` profiles layers that share a parameter as if each had its own, as processes have that hold
@@ -88,7 +86,6 @@ class Profiler:
     autocast: torch.dtype | None = None
     attention: str = "cpu"
     number_format: torch.dtype | None = None
-    with_shapes: bool = False
     split_backward: bool = False
     ties_apart: bool = False
     divided: Callable[[nn.Module], nn.Module] | None = None
@@ -163,7 +160,7 @@ class Profiler:
     def _run(self, given: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
         def run_of(layer: nn.Module) -> LayerRun:
             casts = precision(self.autocast, self.attention)
-            return LayerRun(layer, inputs, unused, casts, with_shapes=self.with_shapes)
+            return LayerRun(layer, inputs, unused, casts)
 
         layer = self._copy(given, self.number_format)
         run = run_of(layer)

@@ -154,8 +154,6 @@ class Trace:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     without_gradient: frozenset[int]  # input positions that no gradient reached though they take one
-    # What each storage was made for: a tensor's shape, and the bytes of an element last.
-    shapes: tuple[tuple[int, ...], ...] = ()
     _known: dict[tuple[Received | None, ...], tuple[Segment, ...]] = field(
         default_factory=dict, init=False, repr=False
     )

@@ -172,7 +172,6 @@ class EventLog(StorageWatch):
         super().__init__()
         self.events: list[int] = []
         self.sizes: list[int] = []
-        self.shapes: list[tuple[int, ...]] = []  # of the tensor that made it, bytes of an element last
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -188,10 +187,7 @@ class EventLog(StorageWatch):
         return super().serial_of(on_this_rank(tensor))
 
     def _register(self, tensor: Tensor) -> None:
-        tensor = on_this_rank(tensor)
-        super()._register(tensor)
-        if len(self.sizes) > len(self.shapes):
-            self.shapes.append((*tensor.shape, tensor.itemsize))
+        super()._register(on_this_rank(tensor))
 
     def allocated(self, serial: int, num_bytes: int) -> None:
         self.sizes.append(num_bytes)
@@ -209,7 +205,6 @@ class LayerRun:
         inputs: what it takes.
         unused: positions of outputs that nothing after it differentiates.
         precision: is entered around the forward.
-        with_shapes: traces say what each storage was made for.
 
     Afterwards ``outputs`` is what the layer gives, ``overwritten`` are positions of the inputs that it
     changes, and ``moved`` the buffers that it does, by their names.
@@ -221,11 +216,9 @@ class LayerRun:
         inputs: Boundary,
         unused: frozenset[int],
         precision: AbstractContextManager[object],
-        *,
-        with_shapes: bool,
     ) -> None:
         self._layer, self._inputs, self._unused = layer, inputs, unused
-        self._precision, self._with_shapes = precision, with_shapes
+        self._precision = precision
         self._leaves = [spec.empty() for spec in inputs.tensors]
         self._seed = torch.empty(())
         self._log = EventLog()
@@ -354,7 +347,6 @@ class LayerRun:
                 for position, first in enumerate(inputs.same_as)
                 if inputs.tensors[position].requires_grad and first not in delivered
             ),
-            shapes=tuple(log.shapes) if self._with_shapes else (),
         )
 
 

@@ -11,7 +11,7 @@ from counting import counting, counts
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_bench.experiments.paper.timed import steps
+from gpipe_bench.experiments.paper import steps
 from gpipe_bench.pipeline import ActionError, Pipeline, devices
 
 TIMEOUT_S = 10.0  # that a rank waits for another one

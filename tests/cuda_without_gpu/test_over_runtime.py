@@ -19,7 +19,7 @@ import torch
 from counting import counting, held_up, runtime
 from torch import Tensor, distributed, nn
 
-from gpipe_bench.experiments.paper.timed import layers
+from gpipe_bench.experiments.paper import steps
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import (
     Boundary,
@@ -195,7 +195,7 @@ def seconds_of_a_layer_are_those_of_the_device() -> None:
     kernel_s = float(os.environ.get("FAKE_KERNEL_US", "0")) * 1e-6
     model = nn.Sequential(*_middle_layers())
     launched: dict[nn.Module, int] = {}  # by the last backward of each
-    take = layers._Taken.take
+    take = steps._Taken.take
 
     def counted(taken: Any, kind: Kind) -> None:
         with counting() as found:
@@ -205,8 +205,8 @@ def seconds_of_a_layer_are_those_of_the_device() -> None:
 
     x = torch.zeros(2, 4, 8, 8, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers._Taken, "take", counted)
-        found = layers.alone(model, lambda y, t: y.sum(), x, x, x.device)
+        patch.setattr(steps._Taken, "take", counted)
+        found = steps.alone(model, lambda y, t: y.sum(), x, x, x.device)
     in_pipeline = _launches_of_backwards(x)
     for index in range(1, len(model) - 1):  # the first has no gradient of its inputs, the last has the loss
         alone = launched[model[index]]
@@ -341,7 +341,7 @@ def test_a_clock_that_has_risen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(devices, "_cycles_per_s", lambda device: cycles_per_s / 1e6)
     x = torch.zeros(2, 4, 8, 8, device="cuda")
     with pytest.warns(UserWarning, match="had begun with layers 0, 1, .* before the host had asked"):
-        layers.alone(_middle_layers(), lambda y, t: y.sum(), x, x, x.device)
+        steps.alone(_middle_layers(), lambda y, t: y.sum(), x, x, x.device)
 
 
 def test_a_missing_index_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,21 +15,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.paper.consistency.experiment import EXPERIMENT
-from gpipe_bench.experiments.paper.consistency.judging import (
-    METRICS,
-    PATH,
+from gpipe_bench.experiments.paper.consistency import EXPERIMENT
+from gpipe_bench.experiments.paper.consistency_judging import (
     Finding,
     baseline,
+    beyond_the_margin,
     cells,
     exact,
-    load_protocol,
+    spreads,
     statistical,
+    tables,
     welch,
 )
-from gpipe_bench.experiments.paper.consistency.recipes import DAWNBENCH, DIGITS, TOPICS
-from gpipe_bench.experiments.paper.consistency.tables import beyond_the_margin, spreads, tables
-from gpipe_bench.experiments.paper.consistency.tasks import (
+from gpipe_bench.experiments.paper.consistency_protocol import (
+    DAWNBENCH,
+    DIGITS,
+    METRICS,
+    PATH,
+    TOPICS,
+    load_protocol,
+)
+from gpipe_bench.experiments.paper.consistency_tasks import (
     Images,
     ImageTask,
     RMSPropTF,
@@ -38,7 +44,7 @@ from gpipe_bench.experiments.paper.consistency.tasks import (
     own_images,
     topics,
 )
-from gpipe_bench.experiments.paper.consistency.training import (
+from gpipe_bench.experiments.paper.consistency_training import (
     Setting,
     Trained,
     is_statistic,
@@ -224,8 +230,8 @@ def test_records_under_another_protocol_are_not_judged(
     other = load_protocol(tmp_path / PATH.name if (tmp_path / PATH.name).write_text(
         PATH.read_text().replace("\n# Ranges", "\n#  Ranges")
     ) else PATH)  # fmt: skip
-    for place in ("judging", "tables", "experiment"):
-        monkeypatch.setattr(f"gpipe_bench.experiments.paper.consistency.{place}.load_protocol", lambda: other)
+    for place in ("consistency_judging", "consistency"):
+        monkeypatch.setattr(f"gpipe_bench.experiments.paper.{place}.load_protocol", lambda: other)
     finding = found(records)
     assert finding.word == "not comparable"
     assert "under another protocol" in finding.reason

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from records import all_ran, record
 
 from gpipe_bench.experiments.beyond.side_by_side import Found, is_faster, measured, side_by_side, state_of
-from gpipe_bench.experiments.paper.figure2 import EXPERIMENT
-from gpipe_bench.experiments.paper.figure2_schedules import VARIANTS
+from gpipe_bench.experiments.paper.figure2 import EXPERIMENT, VARIANTS
 from gpipe_bench.experiments.registry import load as experiment
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare

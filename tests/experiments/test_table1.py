@@ -12,20 +12,19 @@ from records import record
 from torch import nn
 
 from gpipe_bench.experiments.paper import largest as search
-from gpipe_bench.experiments.paper import real_steps
 from gpipe_bench.experiments.paper.largest import (
-    Combination,
     Placement,
     Setting,
     fits,
     largest,
     place,
     place_anyhow,
-    stages_of,
 )
 from gpipe_bench.experiments.paper.profiles import (
+    Combination,
     Reading,
     amoebanet,
+    held_by_stages,
     profiled,
 )
 from gpipe_bench.experiments.paper.profiles import transformer as relabelled
@@ -119,9 +118,9 @@ def with_settings(**changes: Any) -> Combination:
 
 
 def total(settings: Combination, where: Column) -> int:
-    stages = stages_of("transformer", where, settings)
+    stages = held_by_stages("transformer", where, settings)
     assert stages is not None
-    return sum(stage.held for stage in stages)
+    return sum(stage.moving for stage in stages)
 
 
 # ------------------------------------------------------------------ the model
@@ -214,16 +213,16 @@ def scaled_down(half: str, monkeypatch: pytest.MonkeyPatch, precision: str) -> t
     return half, setting, Placement(0, 0, profile.num_parameters, NUM_MICROBATCHES, stages, memory)
 
 
-def measure(part: real_steps.Part, half: str, setting: Setting, device: str) -> int:
-    return real_steps.measure(*arguments(part, half, setting, device))
+def measure(part: search.Part, half: str, setting: Setting, device: str) -> int:
+    return search.measure(*arguments(part, half, setting, device))
 
 
-def arguments(part: real_steps.Part, half: str, setting: Setting, device: str) -> tuple[Any, ...]:
+def arguments(part: search.Part, half: str, setting: Setting, device: str) -> tuple[Any, ...]:
     options: dict[str, Any] = HALVES[half]
     with torch.device("meta"):
         model = MODELS[paper_models.HALVES[half].model](**options)
     schedule = setting.schedule(NUM_MICROBATCHES)
-    return part, model, half, schedule, options, BATCH_SIZE, torch.device(device), None, setting.precision
+    return part, model, half, schedule, options, BATCH_SIZE, torch.device(device), setting.precision
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -232,7 +231,7 @@ def test_every_stage_alone_holds_what_is_modelled(
     half: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, setting, placement = scaled_down(half, monkeypatch, precision)
-    parts = real_steps.distinct_parts(setting, placement)
+    parts = search.distinct_parts(setting, placement)
     assert [part.index for part in parts] == [0, 1, 2]
     for part in parts:
         # The gradient of a micro-batch is made up when its backward begins, not posted ahead of R.
@@ -250,8 +249,8 @@ class Accelerator:
             set_per_process_memory_fraction=lambda share, _: self.fractions.append(share)
         )
         monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-        monkeypatch.setattr(real_steps.devices, "total_memory_bytes", lambda device: 64 * 2**30)
-        monkeypatch.setattr(real_steps.devices, "peak_bytes", lambda device: 7 * 2**30)
+        monkeypatch.setattr(search.devices, "total_memory_bytes", lambda device: 64 * 2**30)
+        monkeypatch.setattr(search.devices, "peak_bytes", lambda device: 7 * 2**30)
 
 
 NO_ROOM = "CUDA out of memory. Tried to allocate 1.53 GiB. GPU 0 has a capacity of 79.1 GiB"
@@ -260,12 +259,12 @@ NO_ROOM = "CUDA out of memory. Tried to allocate 1.53 GiB. GPU 0 has a capacity 
 def records_of(monkeypatch: pytest.MonkeyPatch, *runs: dict[str, Any], limit: int) -> list[Any]:
     """Records of device cases on an accelerator that holds no stage whose modelled peak is above `limit`."""
 
-    def measured(part: real_steps.Part, *_: Any, **__: Any) -> int:
+    def measured(part: search.Part, *_: Any, **__: Any) -> int:
         if part.memory.peak > limit:
             raise torch.OutOfMemoryError(f"{NO_ROOM}\nadvice")
         return part.memory.peak
 
-    monkeypatch.setattr(real_steps, "measure", measured)
+    monkeypatch.setattr(search, "measure", measured)
     options = RunOptions(profile="full", device="cuda")
     outcomes = [(key, EXPERIMENT.run(Case(key), options)) for key in runs]
     return [
@@ -299,7 +298,7 @@ def test_a_model_that_does_not_fit_is_a_row_of_the_table(monkeypatch: pytest.Mon
 @pytest.mark.gpu
 def test_on_a_gpu_the_allocator_agrees(small: tuple[str, Setting, Placement]) -> None:
     half, setting, placement = small
-    for part in real_steps.distinct_parts(setting, placement):
+    for part in search.distinct_parts(setting, placement):
         measured = measure(part, half, setting, "cuda")
         # Tiny tensors in blocks of 512 bytes.
         assert measured == pytest.approx(part.memory.peak, rel=0.25)

@@ -16,20 +16,19 @@ from made_up_steps import TINY, found, job_of, steps, timed, value
 from scipy.stats import t
 from torch import nn
 
-from gpipe_bench.experiments.paper.timed import layers
-from gpipe_bench.experiments.paper.timed import steps as timed_steps
-from gpipe_bench.experiments.paper.timed.evidence import (
+from gpipe_bench.experiments.paper import steps as timed_steps
+from gpipe_bench.experiments.paper.evidence import (
     prediction_interval,
     replayed_spread,
 )
-from gpipe_bench.experiments.paper.timed.results import (
+from gpipe_bench.experiments.paper.results import (
     check_ran,
     lay_out,
     results,
     take_apart,
 )
-from gpipe_bench.experiments.paper.timed.steps import work
-from gpipe_bench.experiments.paper.timed.workloads import Configuration
+from gpipe_bench.experiments.paper.steps import work
+from gpipe_bench.experiments.paper.workloads import Configuration
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.pipeline import Event, Kind, Link, Timeline, gpipe, launch, replay
 
@@ -135,7 +134,7 @@ def test_a_link_between_processes_is_measured():
 
 def test_layers_are_timed_one_after_another() -> None:
     model, (batch, target) = list(TINY.build()), TINY.example(2)
-    found = layers.alone(model, TINY.loss(), batch, target, torch.device("cpu"), repeats=2)
+    found = timed_steps.alone(model, TINY.loss(), batch, target, torch.device("cpu"), repeats=2)
     assert len(found) == len(model)
     assert all(set(each) == {Kind.F, Kind.R, Kind.B} and min(each.values()) > 0 for each in found)
     assert all(p.grad is None for layer in model for p in layer.parameters())
@@ -145,10 +144,10 @@ def test_what_is_not_recomputed_is_left_out_of_a_layers_seconds(monkeypatch):
     def alone(model: Any, *_: Any) -> list[dict[Kind, float]]:
         return [{Kind.F: 1.0, Kind.R: 2.0, Kind.B: 4.0}] * len(model)
 
-    monkeypatch.setattr(layers, "alone", alone)
+    monkeypatch.setattr(timed_steps, "alone", alone)
     model, example = list(TINY.build()), TINY.example(8)
     for remat, seconds in (("always", 7.0), ("never", 5.0)):
-        found = layers.layer_seconds(model, 4, TINY.loss(), *example, remat=remat)
+        found = timed_steps.layer_seconds(model, 4, TINY.loss(), *example, remat=remat)
         assert found == (seconds,) * len(model)
 
 

@@ -23,8 +23,8 @@ from tiny_models import everything, everything_batch, mlp_batch, plain_step, see
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.experiments.paper.consistency import training as consistency
-from gpipe_bench.experiments.paper.consistency.recipes import subject_of as consistency_subject
+from gpipe_bench.experiments.paper import consistency_training as consistency
+from gpipe_bench.experiments.paper.consistency_protocol import subject_of as consistency_subject
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.pipeline.ranks import failure, launch
 

@@ -22,7 +22,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if case.key["step"] == 2:
-        from gpipe_bench.experiments.paper.timed.steps import run_processes
+        from gpipe_bench.experiments.paper.steps import run_processes
 
         run_processes(wait_for_ever, 1)
     return Outcome((Metric(name="one", value=1, unit="ratio", provenance="modelled"),))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipe_bench.experiments.paper.timed.results import Found, Steps, TimedActions
-from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Workload
+from gpipe_bench.experiments.paper.results import Found, Steps, TimedActions
+from gpipe_bench.experiments.paper.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline import Kind
 

@@ -18,17 +18,20 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.consistency.judging import cells, load_protocol
-from gpipe_bench.experiments.paper.consistency.recipes import Subject, check_folders, subject_of
-from gpipe_bench.experiments.paper.consistency.tables import figures, tables
+from gpipe_bench.experiments.paper.consistency_judging import cells, figures, tables
+from gpipe_bench.experiments.paper.consistency_protocol import (
+    Subject,
+    check_folders,
+    load_protocol,
+    subject_of,
+)
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.paper.consistency.tasks import Task
-    from gpipe_bench.experiments.paper.consistency.training import Setting, Trained
+    from gpipe_bench.experiments.paper.consistency_tasks import Task
+    from gpipe_bench.experiments.paper.consistency_training import Setting, Trained
 
-MODELS = ("images", "text")
 SECONDS = {"images": 32.0, "text": 13.0}  # of a training while another one runs beside it
 
 
@@ -39,28 +42,29 @@ def cases(options: RunOptions) -> list[Case]:
     """
     if options.data is not None:
         check_folders(options.data)
-    smoke = options.profile == "smoke"
-    found = [case for model in MODELS for case in _training_cases(model, options)]
-    found += [case for model in MODELS for case in _asynchronous_cases(model, smoke=smoke)]
-    return found
+    return [
+        case
+        for of in (_training_cases, _asynchronous_cases)
+        for model in SECONDS
+        for case in of(model, options)
+    ]
 
 
 def _training_cases(model: str, options: RunOptions) -> list[Case]:
     smoke = options.profile == "smoke"
-    recipe = subject_of(model, options).recipe
-    count = recipe.num_microbatches
-    seconds = SECONDS[model] / (10 if smoke else 1)
-    protocol = load_protocol()
+    count, protocol = subject_of(model, options).recipe.num_microbatches, load_protocol()
     plan = protocol.plans[model]
 
-    def case(part: str, num_stages: int, num_microbatches: int, run: int, seed: int, **more: Any) -> Case:
-        key = {
-            "part": part, "model": model, "engine": more.pop("engine", "pipeline"), "num_stages": num_stages,
-            "num_microbatches": num_microbatches, "seed": seed, "initial_seed": plan.initial[run],
-            "processes": more.pop("processes", 1), "protocol": protocol.digest,
+    def case(
+        part: str, num_stages: int, m: int, run: int, seed: int, how: str = "pipeline", processes: int = 1
+    ) -> Case:
+        key: dict[str, Any] = {
+            "part": part, "model": model, "engine": how, "num_stages": num_stages, "num_microbatches": m,
+            "seed": seed, "initial_seed": plan.initial[run], "processes": processes,
+            "protocol": protocol.digest,
         }  # fmt: skip
         in_turn = part in ("same seed", "micro-batches")  # they are compared with one training
-        return Case(key, seconds, group=f"{model}, one seed" if in_turn else "")
+        return Case(key, _seconds(model, options), group=f"{model}, one seed" if in_turn else "")
 
     sequential = plan.sequential[:2] if smoke else plan.sequential
     found = [case("baseline", 1, count, run, seed) for run, seed in enumerate(sequential)]
@@ -74,18 +78,20 @@ def _training_cases(model: str, options: RunOptions) -> list[Case]:
     found += [case("same seed", num_stages, count, 0, shared) for num_stages in stages if num_stages > 1]
     if model == "images" or not smoke:
         found.append(case("same seed", 2, count, 0, shared, processes=2))
-    if not smoke:
-        found.append(case("micro-batches", 1, 2 * count, 0, shared))
-    found.append(case("micro-batches", 1, 1, 0, shared))
-    found.append(case("micro-batches", 1, 1, 0, shared, engine="sequential"))
+    found += [case("micro-batches", 1, m, 0, shared) for m in ([1] if smoke else [2 * count, 1])]
+    found.append(case("micro-batches", 1, 1, 0, shared, "sequential"))
     return found
 
 
-def _asynchronous_cases(model: str, *, smoke: bool) -> list[Case]:
+def _seconds(model: str, options: RunOptions) -> float:
+    return SECONDS[model] / (10 if options.profile == "smoke" else 1)
+
+
+def _asynchronous_cases(model: str, options: RunOptions) -> list[Case]:
     """Cases at the recipe's rate, and at it over K, where one stage shows the slower rate's effect alone."""
+    smoke, protocol = options.profile == "smoke", load_protocol()
     if smoke and model == "images":
         return []
-    protocol = load_protocol()
     plan = protocol.plans[model]
     most = max(plan.stages)
     runs = [(most, True, 1.0), (most, False, 1.0)]
@@ -93,83 +99,82 @@ def _asynchronous_cases(model: str, *, smoke: bool) -> list[Case]:
         runs += [(most, True, 1 / most), (most, False, 1 / most), (1, True, 1 / most)]
     key: dict[str, Any] = {"seed": plan.stages[1][0], "initial_seed": plan.initial[0]}
     key |= {"part": "asynchronous", "model": model, "protocol": protocol.digest}
-    seconds = SECONDS[model] / (10 if smoke else 1)
-    return [Case({**key, "num_stages": k, "stash": stash, "rate": rate}, seconds) for k, stash, rate in runs]
+    return [
+        Case({**key, "num_stages": k, "stash": stash, "rate": rate}, _seconds(model, options))
+        for k, stash, rate in runs
+    ]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     """Trains, and sets what comes out against its reference."""
     import torch
 
+    from gpipe_bench.experiments.paper.consistency_tasks import task_of
+
     torch.set_num_threads(1)
     key: dict[str, Any] = case.key
     if options.profile == "full" and key["model"] == "images" and options.data is None:
         needs = "--data PATH: the recipe at the paper's size is for ImageNet or another folder of images"
         return Outcome(status="skipped", reason=f"needs {needs}")
-    return (_run_asynchronous if key["part"] == "asynchronous" else _run_training)(key, options)
-
-
-def _run_training(key: dict[str, Any], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.paper.consistency.tasks import task_of
-    from gpipe_bench.experiments.paper.consistency.training import Setting, trained
-
     subject = subject_of(key["model"], options)
+    task = task_of(subject)
+    train = _run_asynchronous if key["part"] == "asynchronous" else _run_training
+    found, metrics, details = train(key, subject, task, options)
+    return Outcome(
+        (_score_metric(task, found.score), *metrics), _details(task, subject, found.curve) | details
+    )
+
+
+Result = tuple["Trained", list[Metric], dict[str, Any]]
+"""A training, its numbers beside the score, and its own facts."""
+
+
+def _run_training(key: dict[str, Any], subject: Subject, task: Task, options: RunOptions) -> Result:
+    from gpipe_bench.experiments.paper.consistency_training import Setting, trained
+
     setting = Setting(
         key["engine"], key["num_stages"], key["num_microbatches"], key["seed"], options.device,
         key["initial_seed"],
     )  # fmt: skip
     found = trained(subject, setting, key["processes"])
-    task = task_of(subject)
-    metrics = [
-        _score_metric(task, found.score),
-        _measured("training loss", found.curve[-1][1], "nats"),
-    ]
+    metrics = [_measured("training loss", found.curve[-1][1], "nats")]
     if key["part"] in ("same seed", "micro-batches"):
-        first = replace(
-            setting, engine="pipeline", num_stages=1, num_microbatches=subject.recipe.num_microbatches
+        count = subject.recipe.num_microbatches
+        reference = _reference(
+            subject, replace(setting, engine="pipeline", num_stages=1, num_microbatches=count)
         )
-        reference = _reference(subject, first)
-        metrics += _differences(found, reference)
-        metrics.append(_score_metric(task, reference.score, "reference "))
-    details = {"layers_per_stage": list(found.layers_per_stage), "weights_sha256": found.digest}
-    return Outcome(tuple(metrics), _details(task, subject, found.curve) | details)
+        metrics += [*_differences(found, reference), _score_metric(task, reference.score, "reference ")]
+    return found, metrics, {
+        "layers_per_stage": list(found.layers_per_stage), "weights_sha256": found.digest
+    }  # fmt: skip
 
 
 @cache
 def _reference(subject: Subject, setting: Setting) -> Trained:
     """The training that others from its seed are compared with; cases of one group share it."""
-    from gpipe_bench.experiments.paper.consistency.training import trained
+    from gpipe_bench.experiments.paper.consistency_training import trained
 
     return trained(subject, setting)
 
 
-def _run_asynchronous(key: dict[str, Any], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.paper.consistency.tasks import task_of
-    from gpipe_bench.experiments.paper.consistency.training import train_asynchronously
+def _run_asynchronous(key: dict[str, Any], subject: Subject, task: Task, options: RunOptions) -> Result:
+    from gpipe_bench.experiments.paper.consistency_training import train_asynchronously
 
-    subject = subject_of(key["model"], options)
-    task = task_of(subject)
-    found = train_asynchronously(
-        task, key["num_stages"], key["seed"],
-        stash=key["stash"], rate=key["rate"], initial_seed=key["initial_seed"],
-    )  # fmt: skip
+    how = {name: key[name] for name in ("stash", "rate", "initial_seed")}
+    found = train_asynchronously(task, key["num_stages"], key["seed"], **how)
     one = sum(p.numel() * p.element_size() for p in task.build().parameters())
-    return Outcome(
-        (
-            _score_metric(task, found.score),
-            _measured("largest staleness", max(found.staleness), "updates"),
-            _measured("most versions on a stage", max(found.versions), "versions"),
-            _measured("weights kept", sum(found.weight_bytes), "bytes"),
-            _measured("weights of the model", one, "bytes"),
-        ),
-        _details(task, subject, found.curve)
-        | {"staleness": list(found.staleness), "versions": list(found.versions)},
-    )
+    metrics = [
+        _measured("largest staleness", max(found.staleness), "updates"),
+        _measured("most versions on a stage", max(found.versions), "versions"),
+        _measured("weights kept", sum(found.weight_bytes), "bytes"),
+        _measured("weights of the model", one, "bytes"),
+    ]
+    return found, metrics, {"staleness": list(found.staleness), "versions": list(found.versions)}
 
 
 def _differences(trained: Trained, reference: Trained) -> list[Metric]:
     """Differences of the weights, and of everything that is kept, running statistics included."""
-    from gpipe_bench.experiments.paper.consistency.training import is_statistic
+    from gpipe_bench.experiments.paper.consistency_training import is_statistic
 
     largest = squares = total = 0.0
     different = number = 0
@@ -179,11 +184,10 @@ def _differences(trained: Trained, reference: Trained) -> list[Metric]:
             raise ValueError(f"{name} is not finite; the training has diverged")
         different += int((gap > 0).sum())
         number += gap.numel()
-        if is_statistic(name):
-            continue
-        largest = max(largest, float(gap.max()))
-        squares += float(gap.square().sum())
-        total += float(wanted.double().square().sum())
+        if not is_statistic(name):
+            largest = max(largest, float(gap.max()))
+            squares += float(gap.square().sum())
+            total += float(wanted.double().square().sum())
     return [
         _measured("largest weight difference", largest, "number"),
         _measured("relative weight difference", (squares / total) ** 0.5, "ratio"),

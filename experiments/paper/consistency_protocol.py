@@ -1,23 +1,30 @@
-"""What a consistency run trains and how: every setting of the recipes, and on whose data, as plain data.
+"""What a consistency run trains, on whose data and from which seeds: plain data, fixed before the runs.
 
 The image recipe is the one with which AmoebaNet-D was submitted to DAWNBench (tensorflow/tpu
 `models/official/amoeba_net`): the paper's consistency experiment trains AmoebaNet-D (2, 128) for 35 epochs;
 its first version counts the normal cells of one stack, so that is (6, 128) here. The text recipe is Lingvo's
-for its one-billion-word GPipe model, scaled down. Scaling changes sizes and lengths and nothing else.
+for its one-billion-word GPipe model. Scaling changes sizes and lengths and nothing else.
 
-Profile and options choose a `Subject`: a recipe, and the user's data or ours. It is a description instead of
-the task itself, because it travels to the processes of a run, each of which loads its data alone, and because
-the cases are listed from it without torch. The user's data are looked at before anything is trained on them,
-so that a wrong path is one line at once. Nothing is decoded for that: what only decoding shows (a broken
-image) is reported by the case that meets it.
+A number of runs, a seed or a margin that may change after a look at the results makes any verdict possible.
+So all of them stand in results/consistency-protocol.toml; the runs take them from there and from nowhere
+else, every record names the file's digest, and records made under another file are not judged.
 """
 
 from __future__ import annotations
 
+import hashlib
+import tomllib
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
+import msgspec
+
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import RunOptions
+
+PATH = PUBLISHED / "consistency-protocol.toml"
+METRICS = {"images": "held-out accuracy", "text": "held-out perplexity"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +32,13 @@ class ImageRecipe:
     """AmoebaNet-D and its training.
 
     Args:
-        num_layers, num_filters, image_size: of the model; images are scaled to `image_size` pixels.
         stem_filters: None: the reference's 32, which would be most of a small model.
         learning_rate_per_example: times the mini-batch is the rate that the warm-up reaches.
         decay_per_epoch: factor of the rate, as a staircase counted from the first step, down to
             `lowest_rate` of the initial one. The warm-up, linear from 0, replaces it while it lasts.
         epsilon: inside the root (see `RMSPropTF`).
         weight_decay: L2, of convolution and dense weights only.
-        average_decay: of the moving average of the weights, with TensorFlow's ramp.
+        average_decay: of the moving average of the weights.
         augment: random box crops and horizontal flips; digits must not be flipped.
         required_accuracy: held-out share right that trainings must reach, in the mean, to count as learned;
             0: ten points more than always naming the commonest class.
@@ -81,9 +87,8 @@ DIGITS = replace(
     num_epochs=7, learning_rate_per_example=0.0075, decay_per_epoch=0.6, weight_decay=1e-3, augment=False,
     required_accuracy=0.97, floor_accuracy=0.94, num_microbatches=2,
 )  # fmt: skip
-"""Scaled down to seconds on a laptop: NASNet's stem for small images, a rate that falls almost as far in 7
-epochs as in 35; a higher rate because 308 steps must do, and more weight decay because 1,438 images invite
-learning by heart."""
+"""Scaled down to seconds on a laptop: NASNet's stem for small images, a higher rate that falls almost as far
+in 7 epochs as in 35, and more weight decay because 1,438 images invite learning by heart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,6 @@ class TextRecipe:
 
     Args:
         vocab_size: pieces of the tokenizer, trained on the training text.
-        seq_len: tokens of an example.
         learning_rate: times the transformer schedule, d^-0.5 min(step^-0.5, step * warmup_steps^-1.5), with
             steps counted from 1.
         required_ratio: held-out perplexity over that of the unigram model that must be undercut.
@@ -134,7 +138,7 @@ SMALL_SAMPLE = 1797
 
 @dataclass(frozen=True)
 class Subject:
-    """Description of a training, in a form that travels to another process."""
+    """Description of a training, in a form that travels to another process, which loads the data."""
 
     model: str
     recipe: ImageRecipe | TextRecipe
@@ -148,13 +152,12 @@ def subject_of(model: str, options: RunOptions) -> Subject:
     full, smoke = options.profile == "full", options.profile == "smoke"
     if model == "text":
         return Subject(model, replace(TOPICS, num_steps=8) if smoke else TOPICS, split_seed=options.seed)
-    images = DAWNBENCH if full else DIGITS
-    if smoke:
-        images = replace(DIGITS, num_filters=8, image_size=9, num_epochs=1)
-    if options.data is not None and not full:
+    if full:
+        return Subject(model, DAWNBENCH, options.data, options.seed)
+    images = replace(DIGITS, num_filters=8, image_size=9, num_epochs=1) if smoke else DIGITS
+    if options.data is not None:
         images = replace(images, augment=True, required_accuracy=0.0, floor_accuracy=0.0)
-    limit = None if full else SMALL_SAMPLE
-    return Subject(model, images, data=options.data, split_seed=options.seed, limit=limit)
+    return Subject(model, images, options.data, options.seed, SMALL_SAMPLE)
 
 
 def check_folders(path: str) -> None:
@@ -168,3 +171,59 @@ def check_folders(path: str) -> None:
         raise ValueError(
             f"--data {path}: it holds {found}; give a folder with at least two folders of images"
         )
+
+
+# The protocol
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Seeds of the runs of one model.
+
+    Args:
+        sequential: of the sequential runs
+        initial: of the initial weights: run number i, sequential or of any K, begins with those of number i
+        stages: of the runs of each number of stages K
+    """
+
+    sequential: tuple[int, ...]
+    initial: tuple[int, ...]
+    stages: dict[int, tuple[int, ...]]
+
+    @property
+    def runs(self) -> int:
+        """Number of runs for each number of stages."""
+        return len(next(iter(self.stages.values())))
+
+
+class Protocol(msgspec.Struct, frozen=True):
+    """The whole file.
+
+    Args:
+        margin: distance in standard deviations of the sequential runs up to which accuracies are the same
+        alpha: of each of the two one-sided tests; the interval that must lie inside the margin has the
+            confidence 1 - 2 alpha
+        split_seed: of the choice of held-out examples
+        plans: by model
+    """
+
+    margin: float
+    alpha: float
+    split_seed: int
+    plans: dict[str, Plan]
+    sha256: str
+
+    @property
+    def digest(self) -> str:
+        """The beginning of `sha256`, as records' keys and the pages have it."""
+        return self.sha256[:12]
+
+
+@cache
+def load_protocol(path: Path = PATH) -> Protocol:
+    """The file. That its seeds are those of its rule, new and all different, is tested."""
+    content = path.read_bytes()
+    found = tomllib.loads(content.decode())
+    known = found["judged"] | {"split_seed": found["draw"]["split_seed"]}
+    known |= {"plans": {model: found[model] for model in METRICS}}
+    known |= {"sha256": hashlib.sha256(content).hexdigest()}
+    return msgspec.convert(known, Protocol, str_keys=True)

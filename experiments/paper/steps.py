@@ -1,16 +1,16 @@
 """Whole steps, taken in turns by the processes of a case, and what every action of them took.
 
-As many processes as there are devices to measure on take the steps of all configurations round by round,
-there and back within each, so that the numbers of one round can be set against each other on a machine that
-does other things too. All stages of a configuration run in each process, at the same time in every process: a
-stage's action times are those it has beside busy neighbours, which is how it would run in a pipeline. A
-configuration that has a process for each of its stages is also run for real, one stage per process, and that
-is what the replay must reproduce: two stages on a CPU, every number of stages up to that of the GPUs.
+As many processes as there are devices take the steps of all configurations round by round, there and back
+within each, so that the numbers of one round can be set against each other on a machine that does other
+things too. All stages of a configuration run in each process, at the same time in every process, so a stage's
+actions have the busy neighbours of a pipeline. A configuration with a process for each of its stages is also
+run for real, one stage per process, which is what the replay must reproduce.
 """
 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
@@ -18,32 +18,28 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
-from gpipe_bench.experiments.paper.timed.layers import layer_seconds
-from gpipe_bench.experiments.paper.timed.results import (
-    Found,
-    Steps,
-    TimedActions,
-    check_ran,
-    results,
-    samples_of,
-)
-from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Workload
+from gpipe_bench.experiments.paper.results import Found, Steps, TimedActions, check_ran, results, samples_of
+from gpipe_bench.experiments.paper.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.environment import usable_cores
 from gpipe_bench.harness.experiment import Outcome, RunOptions
+from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.rounds import Usage, turns
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.clock import conditions
+from gpipe_bench.pipeline.clock import Clock, conditions
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.schedule import Action, Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.failure import nccl_options
-from gpipe_bench.pipeline.stage.trees import split
+from gpipe_bench.pipeline.stage.split_backward import run_engine
+from gpipe_bench.pipeline.stage.tensors import MicrobatchState
+from gpipe_bench.pipeline.stage.trees import Message, flatten, split, tensors_of
 from gpipe_bench.planner.timing import boundary_bytes, copy_bandwidth, settle, time_step
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
@@ -66,6 +62,15 @@ def measure(job: Job) -> list[Found]:
     return found
 
 
+def timed(
+    workload: Workload, plan: Sequence[Configuration], rounds: int, options: RunOptions
+) -> tuple[list[Found], list[Metric], dict[str, Any]]:
+    """Takes the steps of a plan: what each process found, and numbers and details of all."""
+    job = Job(workload, tuple(plan), rounds, options.engine or "ours", options.device)
+    found = measure(job)
+    return found, *results(job, found)
+
+
 def run_real(
     workload: Workload, counts: Sequence[int], options: RunOptions, *, microbatch_size: int | None = None
 ) -> Outcome:
@@ -78,13 +83,12 @@ def run_real(
         return Outcome(status="skipped", reason="two stages need 2 devices or cores of their own")
     counts = counts[:2] if options.profile == "smoke" else counts
     sizes = [workload.batch_size if microbatch_size is None else m * microbatch_size for m in counts]
-    plan = tuple(
+    plan = [
         Configuration(k, m, size, runs_for_real=True)
         for k in stages
         for m, size in zip(counts, sizes, strict=True)
-    )
-    job = Job(workload, plan, REAL_ROUNDS[options.profile], options.engine or "ours", options.device)
-    metrics, details = results(job, measure(job))
+    ]
+    _, metrics, details = timed(workload, plan, REAL_ROUNDS[options.profile], options)
     return Outcome(tuple(metrics), details)
 
 
@@ -96,10 +100,8 @@ def num_devices(device: str) -> int:
 def run_processes(
     function: Callable[..., Any], num_processes: int, *arguments: Any, device: str = "cpu"
 ) -> list[Any]:
-    """`gpipe_bench.pipeline.ranks.launch.launch`; RuntimeError with the first failure's own message, where
-    torch's launcher has a page of text, which stays the cause.
-
-    They run on the CPU unless `device` asks for GPUs.
+    """`launch`, on the CPU unless `device` asks for GPUs; RuntimeError with the first failure's own message,
+    where torch's launcher has a page of text, which stays the cause.
     """
     from torch.multiprocessing.spawn import ProcessException
 
@@ -115,7 +117,7 @@ def run_processes(
 def work(job: Job) -> Found:
     """Takes all steps of a case. Runs in every process at once, or in one alone."""
     training = Training(job)
-    apart = devices.is_accelerator(training.device) and dist.is_initialized() and dist.get_world_size() > 1
+    apart = devices.is_accelerator(training.device) and _has_others()
     link = measured_link(training.device) if apart else None
     settle()
     layers_s: dict[int, tuple[float, ...]] = {}
@@ -131,41 +133,29 @@ def work(job: Job) -> Found:
             layers_s.pop(size, None)
             too_large[size] = f"one layer at a time: {ran_out}"
             training.forget()
-    timed = {
+    configurations = {
         index: TimedConfiguration(each, training, partition(layers_s[each.microbatch_size], each.num_stages))
         for index, each in enumerate(job.configurations)
         if each.microbatch_size in layers_s
     }
-    for each in timed.values():
+    for each in configurations.values():
         each.take_turn(keep=False)  # warms up
     start = Usage.now()
-    for each in turns(list(timed.values()), job.rounds, job.seed):
+    for each in turns(list(configurations.values()), job.rounds, job.seed):
         each.take_turn()
-    used = Usage.now().since(start)
-    return Found(
-        tuple(
-            timed[index].found if index in timed else Steps(out_of_memory=too_large[each.microbatch_size])
-            for index, each in enumerate(job.configurations)
-        ),
-        copy_bandwidth(training.device),
-        conditions(),
-        used,
-        link,
-        memory_of(training.device),
+    used, memory = Usage.now().since(start), dict[str, int]()
+    if devices.is_accelerator(training.device):
+        memory = {
+            "peak_bytes": devices.peak_bytes(training.device),
+            "reserved_bytes": torch.accelerator.max_memory_reserved(training.device),
+            "alloc_retries": torch.accelerator.memory_stats(training.device).get("num_alloc_retries", 0),
+        }
+    found = {index: each.found for index, each in configurations.items()}
+    steps = (
+        found.get(index) or Steps(out_of_memory=too_large[each.microbatch_size])
+        for index, each in enumerate(job.configurations)
     )
-
-
-def memory_of(device: torch.device) -> dict[str, int]:
-    """The most bytes that an accelerator's allocator has given out in this process, and what it took from the
-    device for that; nothing for a CPU.
-    """
-    if not devices.is_accelerator(device):
-        return {}
-    return {
-        "peak_bytes": devices.peak_bytes(device),
-        "reserved_bytes": torch.accelerator.max_memory_reserved(device),
-        "alloc_retries": torch.accelerator.memory_stats(device).get("num_alloc_retries", 0),
-    }
+    return Found(tuple(steps), copy_bandwidth(training.device), conditions(), used, link, memory)
 
 
 class Training:
@@ -176,7 +166,11 @@ class Training:
         model = job.workload.build(self.device, seed=job.seed)
         self.layers: Sequence[nn.Module] = list(model)
         self.loss = job.workload.loss()
-        self._optimizers = [optimizer_of(layer) for layer in self.layers]
+        # RMSProp with momentum, the paper's 12 bytes per parameter; none without parameters.
+        self._optimizers = [
+            torch.optim.RMSprop(parameters, lr=LEARNING_RATE, momentum=0.9) if parameters else None
+            for parameters in (list(layer.parameters()) for layer in self.layers)
+        ]
 
     def example(self, batch_size: int) -> tuple[Any, Any]:
         return self.job.workload.example(batch_size, self.device, seed=self.job.seed)
@@ -185,9 +179,8 @@ class Training:
         """Seconds of the optimizer's step on a stage."""
         devices.synchronize(self.device)
         start_s = perf_counter()
-        for layer in span:
-            if self._optimizers[layer] is not None:
-                self._optimizers[layer].step()
+        for optimizer in filter(None, self._optimizers[span.start : span.stop]):
+            optimizer.step()
         devices.synchronize(self.device)
         return perf_counter() - start_s
 
@@ -198,12 +191,6 @@ class Training:
         devices.empty_cache(self.device)
 
 
-def optimizer_of(layer: nn.Module) -> Any:
-    """RMSProp with momentum, the paper's 12 bytes per parameter; none without parameters."""
-    parameters = list(layer.parameters())
-    return torch.optim.RMSprop(parameters, lr=LEARNING_RATE, momentum=0.9) if parameters else None
-
-
 class TimedConfiguration:
     """A configuration cut into `stages`, ready to take its turns; `found` is what those kept have found."""
 
@@ -212,12 +199,15 @@ class TimedConfiguration:
         self._batch, self._target = training.example(configuration.batch_size)
         num_microbatches, remat = configuration.num_microbatches, configuration.remat
         self._program = gpipe(len(stages), num_microbatches, remat)
-        self._boundary_bytes = sent_bytes(training.layers, stages, split(self._batch, num_microbatches)[0])
+        ahead, back = boundary_bytes(training.layers, split(self._batch, num_microbatches)[0])
+        ends = [span.stop - 1 for span in stages[:-1]]
+        self._boundary_bytes = tuple(ahead[end] for end in ends), tuple(back[end] for end in ends)
         self.found = Steps(stages)
         self._num_stages, self._engines = len(stages), dict[str, Engine | None]()
         groups: dict[str, Any] = {ALONE: None}
         if configuration.runs_for_real:
-            groups[SHARED] = group_of(len(stages))
+            everyone = len(stages) == dist.get_world_size()
+            groups[SHARED] = dist.group.WORLD if everyone else dist.new_group([*range(len(stages))])
         reasons = []
         for where, group in groups.items():
             if where == SHARED and dist.get_rank() >= len(stages):
@@ -285,30 +275,9 @@ class TimedConfiguration:
         split(self._batch, configuration.num_microbatches)
         setup_s = perf_counter() - start_s
         return TimedActions(
-            self.found.partition,
-            configuration.num_microbatches,
-            configuration.remat,
-            samples_of([timeline]),
-            update_s,
-            setup_s,
-            *self._boundary_bytes,
-        )
-
-
-def group_of(num_stages: int) -> Any:
-    """The group of the first so many processes; all must call."""
-    if num_stages == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group(list(range(num_stages)))
-
-
-def sent_bytes(
-    layers: Sequence[nn.Module], stages: Partition, microbatch: Any
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes of a micro-batch over each boundary between stages, forward and back."""
-    ends = [span.stop - 1 for span in stages[:-1]]
-    ahead, back = boundary_bytes(layers, microbatch)
-    return tuple(ahead[end] for end in ends), tuple(back[end] for end in ends)
+            self.found.partition, configuration.num_microbatches, configuration.remat,
+            samples_of([timeline]), update_s, setup_s, *self._boundary_bytes,
+        )  # fmt: skip
 
 
 def attempt(call: Callable[[], object]) -> str:
@@ -325,19 +294,24 @@ def attempt(call: Callable[[], object]) -> str:
         if memory is None:
             raise
         mine = f"{type(memory).__name__}: {(str(memory).splitlines() or [''])[0]}"
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+    if not _has_others():
         return mine
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return "; ".join(f"process {rank}: {text}" for rank, text in enumerate(found) if text)
 
 
+def _has_others() -> bool:
+    """Whether this process is one of several."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def measured_link(device: torch.device) -> Link:
     """The slowest of the links between neighbouring ranks, as a pipeline's messages find it; all ranks must
     call.
 
-    Between the GPUs of a machine it may be NVLink, a switch or the host's memory, which differ by a factor of
-    thirty, and nothing else says which. A message of four bytes tells the latency, a large one the bandwidth.
+    Between GPUs it may be NVLink, a switch or the host's memory, which differ by a factor of thirty. Four
+    bytes tell the latency, a large message the bandwidth.
     """
     group = None
     if devices.is_accelerator(device):  # a pipeline's messages take fewer thread blocks than torch's own
@@ -372,3 +346,147 @@ def _one_way_s(rank: int, num_bytes: int, device: torch.device, group: dist.Proc
         devices.synchronize(device)
         found.append((perf_counter() - start_s) / 2)
     return median(found[1:]) if found else 0.0
+
+
+# Seconds of single layers, by which a timed model is cut into stages. A pipeline with one layer per stage
+# would keep each layer's input for all micro-batches: 71 GiB for ResNet-101's 370 layers. So layers run in
+# order, each called as a stage calls it, and each input is dropped after use.
+#
+# A GPU runs many layers faster than Python launches them. So it is kept busy before each repeat for as long
+# as the host needs to ask (`devices.hold`), and what is timed is the device's time. Where it starts before
+# the host has launched a whole repeat, the repeat runs again with a longer hold; a warning names the layers
+# for which that did not help.
+
+REPEATS = 4  # the first warms up
+AHEAD, MOST_AHEAD_S = 1.5, 0.5  # x the host's launch time; longest hold
+LONGER, MOST_TIMES = 2.0, 16.0  # factor by which a hold that was too short grows, and its maximum
+KINDS = (Kind.F, Kind.R, Kind.B)
+Seconds = dict[Kind, float]
+
+
+def layer_seconds(
+    layers: Sequence[nn.Module],
+    num_microbatches: int,
+    compute_loss: Callable[..., Tensor],
+    batch: Any,
+    target: Any,
+    remat: str,
+) -> tuple[float, ...]:
+    """Seconds of every layer: forward, backward and, as `remat` says, recomputation of one micro-batch.
+
+    Each process finds its own, but all must cut at the same places, since a stage's neighbour is in another
+    process; so the mean over processes counts, and all must call.
+    """
+    device = flatten(batch)[0][0].device
+    first, wanted = (split(each, num_microbatches)[0] for each in (batch, target))
+    found = [
+        sum(s for kind, s in seconds.items() if kind is not Kind.R or remat != "never")
+        for seconds in alone(layers, compute_loss, first, wanted, device)
+    ]
+    seconds_of_all = torch.tensor(found, dtype=torch.float64)
+    if _has_others():
+        dist.all_reduce(seconds_of_all)
+        seconds_of_all /= dist.get_world_size()
+    return tuple(seconds_of_all.tolist())
+
+
+def alone(
+    layers: Sequence[nn.Module],
+    compute_loss: Callable[..., Tensor],
+    batch: Any,
+    target: Any,
+    device: torch.device,
+    repeats: int = REPEATS,
+) -> list[Seconds]:
+    """Median seconds of a forward without a graph, of one with it (a recomputation) and of a backward of each
+    layer on one micro-batch; the last one's include the loss, and the first repeat does not count.
+    """
+    found, value, ahead, late = list[Seconds](), batch, _Ahead(device), list[str]()
+    for index, layer in enumerate(layers):
+        is_last = index == len(layers) - 1
+        end = (lambda output: compute_loss(output, target)) if is_last else lambda output: output
+        found.append(_timed(_Taken(layer, end, value, index), ahead, repeats))
+        if ahead.failed:
+            late.append(str(index))
+        layer.zero_grad(set_to_none=True)
+        if not is_last:
+            with torch.no_grad():
+                value = layer(value)
+    if late:
+        warnings.warn(
+            f"{device} had begun with layers {', '.join(late)} before the host had asked for all of them, so "
+            "their seconds may be the host's; time them on a host that does nothing else",
+            stacklevel=2,
+        )
+    return found
+
+
+class _Ahead:
+    """How long a device is kept busy, in `LONGER` steps where it turns out to have been too short."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.times, self.failed = device, 1.0, False
+
+    def hold(self, asked_s: float) -> None:
+        devices.hold(self.device, self.times * min(AHEAD * asked_s, MOST_AHEAD_S))
+
+    def was_enough(self, started: int | torch.Event) -> bool:
+        """Whether the device is still held; `started` is the mark recorded after the hold."""
+        if isinstance(started, int) or not started.query():
+            return True
+        if self.times < MOST_TIMES:
+            self.times *= LONGER
+            return False
+        self.failed = True
+        return True
+
+
+def _timed(taken: _Taken, ahead: _Ahead, repeats: int) -> Seconds:
+    actions = [Action(0, kind, number) for number in range(repeats) for kind in KINDS]
+    clock, ahead.failed = Clock(actions, [ahead.device]), False
+    clock.begin()
+    asked_s = 0.0
+    for first in range(0, len(actions), len(KINDS)):
+        while True:
+            ahead.hold(asked_s)
+            begun_s = perf_counter()
+            for position in range(first, first + len(KINDS)):
+                clock.start(position)
+                taken.take(actions[position].kind)
+                clock.stop(position)
+            asked_s = perf_counter() - begun_s
+            if not first or ahead.was_enough(clock.times[2 * first]):
+                break
+    clock.complete = True
+    samples: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
+    for event in clock.events():
+        if event.action.microbatch > 0 or repeats == 1:
+            samples[event.action.kind].append(event.duration_s)
+    return {kind: median(of_kind) for kind, of_kind in samples.items()}
+
+
+class _Taken:
+    """A layer as a stage of its own takes it: forward, recomputation, backward."""
+
+    def __init__(self, layer: nn.Module, end: Callable[[Any], Any], value: Any, index: int) -> None:
+        tensors, structure = flatten(value, "a layer's input")
+        tensors = tuple([tensor.detach() for tensor in tensors])
+        needed = tuple([tensor.is_floating_point() and index > 0 for tensor in tensors])
+        self._layer, self._end, self._message = layer, end, Message(tensors, structure, needed)
+        self._kept: Any = None
+        self._seeds: tuple[Tensor, ...] = ()  # made before, as gradients of a pipeline come from elsewhere
+
+    def take(self, kind: Kind) -> None:
+        if kind is Kind.B:
+            if self._seeds:
+                run_engine(self._kept.edges, self._seeds)
+            self._kept = None
+            return
+        kept = MicrobatchState(self._message)
+        with torch.set_grad_enabled(kind is Kind.R):
+            outputs = tuple(tensors_of(self._end(self._layer(kept.enter()))))
+        if kind is Kind.R:
+            kept.keep_graph(outputs, (True,) * len(outputs))
+            self._kept = kept
+            if not self._seeds:
+                self._seeds = tuple([torch.ones_like(t) for t in outputs if t.requires_grad])

@@ -1,11 +1,10 @@
 """Our replayed numbers beside the paper's: as text, as figures, and the sentences that they answer.
 
-What the timed tables show is one long table of numbers, which texts pivot and figures draw.
+What the timed tables show is one long table, a row for each number of one configuration, ours or published:
 
     title, cell, K, M, N | metric | value, low, high, n | provenance | text
 
-A row is one number of one configuration, ours or published; a table selects metrics and pivots them, a figure
-hands the same rows to seaborn.
+A table selects metrics and pivots them, a figure hands the same rows to seaborn.
 
 Cells of tables that ran here are not judged: small models on a processor's cores against the paper's on
 accelerators. "Almost linear", "main contributor", "relatively constant": a sentence is tested by one number
@@ -32,6 +31,7 @@ from gpipe_bench.harness.record import (
     of_case,
 )
 from gpipe_bench.harness.report.grid import numbers_text
+from gpipe_bench.harness.report.reproduced import Place
 from gpipe_bench.harness.verdict import Part, Result, Spread
 
 if TYPE_CHECKING:
@@ -94,15 +94,31 @@ def derived(
         return None
 
 
-SPEED_UPS: dict[str, tuple[tuple[str, str, int, float], ...]] = {
-    "table2-amoebanet": (("AmoebaNet-D: share of a linear speed-up", "K=8 over K=2, M=32", 32, 4.0),),
-    "table2-transformer": (
-        ("Transformer-48: speed-up with four times the accelerators", "K=8 / K=2, M=32", 32, 1.0),
-    ),
+_LARGER = "Transformer-48: speed-up with four times the accelerators"
+SPEED_UPS = {
+    "table2-amoebanet": ("AmoebaNet-D: share of a linear speed-up", "K=8 over K=2, M=32", 4.0),
+    "table2-transformer": (_LARGER, "K=8 / K=2, M=32", 1.0),
 }
-"""Sentences on Table 2 beyond its cells, computed and run here alike: row and column, M and the divisor of
-the number, which is throughput with 8 stages over that with 2. Sentences that say of a cell in words what its
-number says are judged there."""
+"""Sentences on Table 2 beyond its cells, computed and run here alike: row, column and the divisor of the
+number, which is throughput at M = 32 with 8 stages over that with 2."""
+
+
+def over_the_formula(k: int, m: int, shares: Mapping[str, float]) -> float:
+    """The share of the bubble over the formula's, of the shares of all parts in percent."""
+    return shares["bubble"] / (100 * (k - 1) / (m + k - 1))
+
+
+def over_the_next(k: int, m: int, shares: Mapping[str, float]) -> float:
+    """Recomputation over the next largest overhead, likewise."""
+    return shares["recompute"] / max(shares[part] for part in shares.keys() - {"computation", "recompute"})
+
+
+OF_SHARES = {
+    "bubble observed over (K-1)/(M+K-1)": over_the_formula,
+    "recomputation over the next largest overhead": over_the_next,
+}
+"""The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1, section
+4.2, says both of two and of four stages of ResNet-101. The number of each sentence, by its row."""
 
 
 class Worst(float):
@@ -120,11 +136,9 @@ def worst(row: str, column: str, of_each: Mapping[str, float]) -> Worst:
 
 
 def least(
-    of: Mapping[str, Record],
-    pairs: Iterable[tuple[str, str, str]],
-    speed: Callable[[Record, str], Metric | None],
-    divisor: float,
-) -> tuple[str, Metric] | None:
+    of: Mapping[str, Record], pairs: Iterable[tuple[str, str, str]],
+    speed: Callable[[Record, str], Metric | None], divisor: float,
+) -> tuple[str, Metric] | None:  # fmt: skip
     """The model of the pair of configurations with the least quotient of speeds, and it over `divisor`."""
 
     def quotient(one: float, other: float) -> float:
@@ -140,13 +154,9 @@ def least(
 
 
 def beside(
-    records: Sequence[Record],
-    record: Record,
-    place: tuple[str, str, str],
-    metric: Metric | None,
-    note: str,
+    records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str,
     moves: Moves = "either way",
-) -> Result:
+) -> Result:  # fmt: skip
     """A cell that small models ran: it stands beside the paper's and is not judged."""
     return _entry(records, record, place, metric, note, moves, NOT_JUDGED)
 
@@ -161,14 +171,9 @@ def sentence(
 
 
 def _entry(
-    records: Sequence[Record],
-    record: Record,
-    place: tuple[str, str, str],
-    metric: Metric | None,
-    note: str,
-    moves: Moves,
+    records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str, moves: Moves,
     context: str = "",
-) -> Result:
+) -> Result:  # fmt: skip
     """A replayed number of a record with its range, by the replay's error in all records."""
     spread = replayed_spread(metric, next_error(records, record.case["model"]), moves)
     table, row, column = place
@@ -185,12 +190,11 @@ def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] 
     steps scatter and how the replay fits another schedule. None below two steps.
     """
     errors: list[float] = []
-    for several in ([r for r in records if r.case.get("model") == model], records):
+    for several in (of_case(records, "done", model=model), of_case(records, "done")):
         if len(errors) < FEWEST_ERRORS:
             errors = [
                 -math.log1p(each)
                 for record in several
-                if record.status == "done"
                 for error in record.metrics
                 if error.name == "replay error" and error.value is not None
                 for each in (error.samples or (error.value,))
@@ -199,13 +203,7 @@ def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] 
 
 
 def prediction_interval(errors: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of one more draw from the normal distribution of these errors. With few errors it is
-    wide, as it should be.
-
-    Raises ValueError below two errors.
-    """
-    if len(errors) < 2:
-        raise ValueError(f"{len(errors)} error(s) have no spread; a prediction takes at least two")
+    """95 % interval of one more draw from the normal distribution of these errors, at least two of them."""
     from scipy.special import stdtrit
 
     middle, count = statistics.fmean(errors), len(errors)
@@ -237,19 +235,12 @@ def replayed_spread(metric: Metric | None, error: tuple[float, float] | None, mo
 # Text and figures
 
 
-Place = tuple[str, str, str]
-"""Table, row and column of the paper."""
 OURS, RAN, COMPUTED, PAPER = "here, replayed", "here, measured", "computed", "paper"
 NAMES = {"normalised throughput": OURS, "normalised real throughput": RAN}
 
 
 def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> DataFrame:
-    """Every number of the configurations of `records`, with what is published and computed for their places.
-
-    Args:
-        records: of an experiment; those of steps have configurations, and what is computed is joined to them
-        place: where a configuration of a record stands in the paper
-    """
+    """Every number of the configurations of `records`, and what is published and computed for them."""
     from pandas import DataFrame
 
     computed = {
@@ -264,9 +255,8 @@ def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> Da
             where = place(record, cell)
             at = {
                 "record": number, "title": record.details["title"], "scale": record.details["scale"],
-                "cell": cell,
-                "K": facts["num_stages"], "M": facts["num_microbatches"], "N": facts["batch_size"],
-                "why": facts["why"], **record.case,
+                "cell": cell, "K": facts["num_stages"], "M": facts["num_microbatches"],
+                "N": facts["batch_size"], "why": facts["why"], **record.case,
             }  # fmt: skip
             rows += [{**at, **each} for each in _numbers(record, facts, where, computed.get(where))]
     return DataFrame(rows, columns=[*dict.fromkeys([*_COLUMNS, *(name for row in rows for name in row)])])
@@ -295,10 +285,10 @@ def _numbers(
             yield {"metric": source, "value": cell.value, "provenance": "published", "text": cell.printed}
 
 
-def interval(metric: Metric | None, why: str = "") -> str:
-    """`3.21 [3.15, 3.30]`, or why there is none."""
-    if metric is None or metric.value is None:
-        return f"not run: {why}" if why else "not run"
+def interval(metric: Metric) -> str:
+    """`3.21 [3.15, 3.30]`."""
+    if metric.value is None:
+        return "not run"
     if metric.low is None or metric.high is None or metric.low == metric.high:
         return f"{metric.value:.2f}"
     return f"{metric.value:.2f} [{metric.low:.2f}, {metric.high:.2f}]"

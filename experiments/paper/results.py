@@ -2,10 +2,9 @@
 
 A replay is only as good as its action times, so they come from whole steps of the pipeline (warm caches, the
 right micro-batch, one thread per stage) and keep their samples. It leaves things out, so it errs, and mostly
-to one side. Some of the steps that it lays out run on real devices in the same rounds, and their errors say
-where the next one will be. Two or three steps say next to nothing of the next one, so each model of a timed
-table also takes a dozen steps with a device for each stage at each of several numbers of micro-batches,
-beside the steps that they are laid out from. No torch is needed to read this.
+to one side. Some of the steps that it lays out run on real devices in the same rounds, and each model of a
+timed table also takes a dozen steps with a device for each stage: their errors say where the next one will
+be. No torch is needed to read this.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from functools import partial
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.experiments.paper.timed.workloads import NUM_MICROBATCHES, Configuration, Job
+from gpipe_bench.experiments.paper.workloads import NUM_MICROBATCHES, Configuration, Job
 from gpipe_bench.harness.record import Metric, Provenance, Scalar, from_samples
 from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.harness.rounds import Usage, used_by_others
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
-from gpipe_bench.pipeline.plan.named import SCHEDULES
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
@@ -52,7 +51,6 @@ class TimedActions:
     setup_s: float
     activation_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
-    schedule: str = "gpipe"
 
     @property
     def num_stages(self) -> int:
@@ -63,20 +61,15 @@ class TimedActions:
 
     def program(self, num_microbatches: int | None = None) -> Schedule:
         """The schedule of a step, of as many micro-batches as were timed if not said otherwise."""
-        return SCHEDULES[self.schedule](
-            self.num_stages, num_microbatches or self.num_microbatches, self.remat
-        )
+        return gpipe(self.num_stages, num_microbatches or self.num_microbatches, self.remat)
 
     def times(self, link: Link) -> dict[str, Any]:
         """Arguments of a replay of the program."""
         return {
-            "action_s": self.medians_s(),
-            "link": link,
-            "activation_bytes": self.activation_bytes,
+            "action_s": self.medians_s(), "link": link, "activation_bytes": self.activation_bytes,
             "gradient_bytes": self.gradient_bytes,
-            "setup_s": [self.setup_s] + [0.0] * (self.num_stages - 1),
-            "update_s": self.update_s,
-        }
+            "setup_s": [self.setup_s] + [0.0] * (self.num_stages - 1), "update_s": self.update_s,
+        }  # fmt: skip
 
     def to_data(self) -> dict[str, Any]:
         """The actions as a record keeps them; times in milliseconds, medians and extremes."""
@@ -84,7 +77,6 @@ class TimedActions:
             "partition": [[span.start, span.stop] for span in self.partition],
             "num_microbatches": self.num_microbatches,
             "remat": self.remat,
-            "schedule": self.schedule,
             "actions_ms": {
                 f"{stage}{kind.value}": {
                     "median": 1e3 * median(samples),
@@ -109,11 +101,6 @@ def lay_out(timed: TimedActions, link: Link = FREE, num_microbatches: int | None
 def take_apart(timed: TimedActions, link: Link, num_microbatches: int | None = None) -> Breakdown:
     """Shares of the laid-out step's device-seconds, by what they are spent on; they add up to exactly 1."""
     return breakdown(timed.program(num_microbatches), **timed.times(link))
-
-
-def shares_of(timed: TimedActions, link: Link, num_microbatches: int | None = None) -> dict[str, float]:
-    """The same as plain numbers."""
-    return {part: float(share) for part, share in take_apart(timed, link, num_microbatches).shares.items()}
 
 
 # Numbers and details of a case
@@ -154,9 +141,8 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
     """Numbers and details of all configurations; ratios are within a round, to the first configuration. A
     real step is held against the one that is laid out with as many micro-batches as really ran.
 
-    Throughput is compared within a round, in which all configurations took turns there and back. Such rounds
-    are long and few, so each direction gives a ratio of its own: a machine that drifts moves the two apart,
-    the median lies between them, and the interval says how far they are from each other.
+    Throughput is compared within a round, in which all configurations took turns there and back. Rounds are
+    long and few, so each direction gives a ratio of its own: a machine that drifts moves the two apart.
     """
     link = link_of(found, job.device)
     throughput, real = [], []
@@ -174,38 +160,34 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
                 key = {"configuration": configuration.label, "M": count}
                 name = configuration.label + ("" if count == counts[0] else f" M={count}")
             examples = configuration.batch_size if ran else count * configuration.microbatch_size
-            facts: dict[str, Any] = {
-                "key": key,
-                "num_stages": configuration.num_stages,
-                "num_microbatches": count,
-                "batch_size": examples,
-                "counts": steps[0].counts,
-                "why": steps[0].why,
+            cells[name] = facts = {
+                "key": key, "num_stages": configuration.num_stages, "num_microbatches": count,
+                "batch_size": examples, "counts": steps[0].counts, "why": steps[0].why,
                 "out_of_memory": steps[0].out_of_memory,
-            }
+            }  # fmt: skip
             laid_out_s = [lay_out(each, link, count).makespan_s for each in timed]
             if timed:
                 throughput.append((key, [examples / s for s in laid_out_s]))
                 whole = joined(timed)
-                facts |= {
-                    "actions": whole.to_data(),
-                    "as_timed": {"shares": shares_of(whole, link, count)},
-                }
+                shares = take_apart(whole, link, count).shares
+                facts["actions"] = whole.to_data()
+                facts["as_timed"] = {"shares": {part: float(share) for part, share in shares.items()}}
                 step_ms = [1e3 * s for s in laid_out_s]
                 metrics.append(from_samples("step", step_ms, "ms", key=key, provenance="replayed"))
             if steps[0].real_s and ran:
-                real_s = [
-                    max(samples)
-                    for samples in zip(*(each.real_s for each in steps if each.real_s), strict=True)
-                ]
+                of_processes = zip(*(each.real_s for each in steps if each.real_s), strict=True)
+                real_s = [max(samples) for samples in of_processes]
                 real.append((key, [examples / s for s in real_s]))
                 metrics.append(from_samples("real step", [1e3 * s for s in real_s], "ms", key=key))
-                if timed:
-                    metrics.append(replay_error(laid_out_s, real_s, key))
-            cells[name] = facts
+                if timed:  # how much longer the laid-out steps are than the same steps on real devices
+                    errors = [
+                        laid_out / ran_s - 1 for laid_out, ran_s in zip(laid_out_s, real_s, strict=True)
+                    ]
+                    note = "replayed step / measured step - 1, turn by turn"
+                    metrics.append(from_samples("replay error", errors, "ratio", key=key, note=note))
     base = next(iter(cells.values()))["key"]
-    metrics += normalised("throughput", throughput, _of(throughput, base), "replayed")
-    metrics += normalised("real throughput", real, _of(real, base), "measured")
+    metrics += normalised("throughput", throughput, base, "replayed")
+    metrics += normalised("real throughput", real, base, "measured")
     return metrics, {
         **job.facts(),
         "cells": cells,
@@ -239,27 +221,16 @@ def link_of(found: Sequence[Found], device: str) -> Link:
     )
 
 
-def replay_error(laid_out_s: Sequence[float], real_s: Sequence[float], key: Mapping[str, Scalar]) -> Metric:
-    """How much longer the laid-out steps are than the same steps on real devices, as a share."""
-    errors = [laid_out / ran - 1 for laid_out, ran in zip(laid_out_s, real_s, strict=True)]
-    note = "replayed step / measured step - 1, turn by turn"
-    return from_samples("replay error", errors, "ratio", key=key, note=note)
-
-
-def normalised(name: str, rates: Rates, base: Sequence[float] | None, provenance: Provenance) -> list[Metric]:
-    """Examples per second, and relative to the base, turn by turn, where it has such a throughput."""
-    found = []
+def normalised(name: str, rates: Rates, base: Mapping[str, Scalar], provenance: Provenance) -> list[Metric]:
+    """Examples per second, and relative to those of the key `base`, turn by turn, where it has any."""
+    found, theirs = [], next((samples for key, samples in rates if key == base), None)
     for key, samples in rates:
         of = partial(from_samples, key=key, provenance=provenance)
         found.append(of(name, samples, "samples/s"))
-        if base is not None:
-            relative = [ours / theirs for ours, theirs in zip(samples, base, strict=True)]
+        if theirs is not None:
+            relative = [one / other for one, other in zip(samples, theirs, strict=True)]
             found.append(of(f"normalised {name}", relative, "ratio"))
     return found
-
-
-def _of(rates: Rates, wanted: Mapping[str, Scalar]) -> Sequence[float] | None:
-    return next((samples for key, samples in rates if key == wanted), None)
 
 
 def samples_of(timelines: Sequence[Timeline]) -> Samples:
@@ -313,11 +284,8 @@ def check_ran(timeline: Timeline, schedule: Schedule, stage: int | None = None) 
 # real programs reach, which is declared.
 
 SAME_SHARE = "PCIe, same share"
-"""What results call PCIe slowed down by `same_share`."""
+"""What results call PCIe slowed down."""
 PCIE = LINKS["pcie3-host"]
-
-Rounds = Mapping[int, Sequence[TimedActions]]
-"""The turns of the steps of each K."""
 
 
 def replayed(
@@ -326,7 +294,6 @@ def replayed(
     """Actions of this machine over PCIe as it is, over PCIe slowed down as much as they are, and over a free
     link: throughput, relative to the first K where there are such steps. `batch_size` is the paper's.
     """
-    examples = batch_size // NUM_MICROBATCHES
     rounds = {
         configuration.num_stages: [replace(each, num_microbatches=NUM_MICROBATCHES) for each in timed]
         for index, configuration in enumerate(plan)
@@ -339,21 +306,23 @@ def replayed(
     }
     if not rounds:
         raise MemoryError(next(iter(out_of_memory.values())))
+    whole = {k: joined(several) for k, several in rounds.items()}
     share = float(str(load_reproduction().of("table3-amoebanet")["share_of_peak"].value))
-    slowed, base = _slowed(rounds, paper, examples, share), plan[0].num_stages
+    slowed = _slowed(whole, paper, batch_size // NUM_MICROBATCHES, share)
     metrics, ours = list[Metric](), NUM_MICROBATCHES * plan[0].microbatch_size
     for name, link in {"PCIe": PCIE, SAME_SHARE: slowed, "free link": FREE}.items():
-        steps_s = _steps_s(rounds, link)
-        rates = {k: [ours / step_s for step_s in several] for k, several in steps_s.items()}
-        keyed: Rates = [({"link": name, "K": k}, each) for k, each in rates.items()]
-        metrics += normalised("throughput", keyed, rates.get(base), "replayed")
-    stages = {}
-    for k, several in rounds.items():
-        whole = joined(several)
-        forward_s = mean([whole.medians_s()[stage, Kind.F] for stage in range(k)])
-        stages[f"K={k}"] = {
-            "num_stages": k, "actions": whole.to_data(), "mean_forward_ms": 1e3 * forward_s,
-        }  # fmt: skip
+        rates: Rates = [
+            ({"link": name, "K": k}, [ours / lay_out(timed, link).makespan_s for timed in several])
+            for k, several in rounds.items()
+        ]
+        metrics += normalised("throughput", rates, {"link": name, "K": plan[0].num_stages}, "replayed")
+    stages = {
+        f"K={k}": {
+            "num_stages": k, "actions": of.to_data(),
+            "mean_forward_ms": 1e3 * mean([of.medians_s()[stage, Kind.F] for stage in range(k)]),
+        }
+        for k, of in whole.items()
+    }  # fmt: skip
     return metrics, {
         "batch_size": ours,
         "assumption": (
@@ -369,35 +338,24 @@ def replayed(
     }
 
 
-def _steps_s(rounds: Rounds, link: Link) -> dict[int, list[float]]:
-    return {k: [lay_out(timed, link).makespan_s for timed in several] for k, several in rounds.items()}
+def _slowed(timed: Mapping[int, TimedActions], paper: FullSize, examples: int, share_of_peak: float) -> Link:
+    """PCIe over which this machine's messages take the share of the time that the paper's take.
 
-
-def _slowed(rounds: Rounds, paper: FullSize, examples: int, share_of_peak: float) -> Link:
-    """PCIe for this machine's model: see `same_share`. Times are those of all stages, bytes of all cuts, the
-    paper's those of a micro-batch in float32 on a P100, whose stages have even forwards.
+    Times are those of all stages, bytes of all cuts, the paper's those of a micro-batch in float32 on a P100,
+    whose stages have even forwards.
     """
     layers = paper.seconds(P100_16, "float32", examples, share_of_peak)
     forward_s = [layer.forward for layer in layers]
     theirs_s = 2 * sum(forward_s) + sum(layer.backward for layer in layers)
-    slower, larger = [], []
-    for num_stages, several in rounds.items():
-        timed = joined(several)
+    slower = mean([sum(each.medians_s().values()) / theirs_s for each in timed.values()])
+    sizes = []
+    for num_stages, each in timed.items():
         ends = [stage.stop - 1 for stage in partition(forward_s, num_stages)[:-1]]
-        slower.append(sum(timed.medians_s().values()) / theirs_s)
-        sent = sum(paper.sent_bytes(end, examples, "float32") for end in ends)
-        larger.append(sum(timed.activation_bytes) / sent)
-    return same_share(PCIE, mean(slower), mean(larger))
-
-
-def same_share(link: Link, slower: float, larger: float) -> Link:
-    """The link over which messages take the share of the time that they take over `link`, for a model whose
-    actions take `slower` times as long and whose messages are `larger` times as large.
-    """
+        sizes.append(
+            sum(each.activation_bytes) / sum(paper.sent_bytes(end, examples, "float32") for end in ends)
+        )
     return Link(
-        f"{link.name}, same share of the time",
-        link.latency_s * slower,
-        link.bandwidth_bytes_per_s * larger / slower,
-        link.shares_directions,
-        source=f"{link.name} ({link.source}), slowed down with the computation",
-    )
+        f"{PCIE.name}, same share of the time", PCIE.latency_s * slower,
+        PCIE.bandwidth_bytes_per_s * mean(sizes) / slower, PCIE.shares_directions,
+        source=f"{PCIE.name} ({PCIE.source}), slowed down with the computation",
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 A scaled model keeps the number of layers and their kinds, so it cuts into stages as the paper's does; widths,
 images and sequences shrink until an action takes milliseconds. What that leaves comparable is the shape of a
-table, not its absolute speeds, and the tables say so. Importing this loads no torch.
+table, not its absolute speeds. Importing this loads no torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
-
 SEED = 1811
 NUM_MICROBATCHES = 32  # of Table 3
 Layers = TypeVar("Layers", bound="nn.Module")
@@ -35,8 +33,7 @@ PROFILES = {
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model of the zoo at one size, with its mini-batch and its loss. Plain data until it builds itself, in
-    any process.
+    """A model of the zoo at one size, with its mini-batch and its loss; plain data until it builds itself.
 
     Args:
         title: the paper's name of the model
@@ -57,8 +54,7 @@ class Workload:
     def build(self, device: torch.device | str = "cpu", *, seed: int = SEED) -> nn.Sequential:
         """The layers, with the same weights in every process. On "meta" they take no memory.
 
-        An accelerator draws weights itself, which are good for timing: one thread of the host takes half a
-        minute to draw two billion.
+        An accelerator draws weights itself: one thread of the host takes half a minute for two billion.
         """
         import torch
 
@@ -93,13 +89,6 @@ class Workload:
 
         return loss_fn(self.model, **self.options)
 
-    def profile(self, microbatch_size: int, profiler: Profiler) -> ModelProfile:
-        """Profile of the layers and the loss for the memory model; nothing is allocated."""
-        from gpipe_bench.pipeline.memory.trace import Boundary
-
-        inputs, target = (Boundary.of(each) for each in self.example(microbatch_size, "meta"))
-        return profiler.model(self.build("meta"), self.loss(), inputs, target)
-
     def facts(self) -> dict[str, Any]:
         """Facts of the workload for a record."""
         return {"title": self.title, "scale": self.scale, "options": dict(self.options)}
@@ -112,10 +101,7 @@ def materialized(layer: Layers, device: torch.device) -> Layers:
     layer.to_empty(device=device)
     with torch.no_grad():
         for parameter in layer.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.02)
-            else:
-                parameter.fill_(1.0)
+            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         for name, buffer in layer.named_buffers():
             buffer.fill_(1) if name.endswith("running_var") else buffer.zero_()
     return layer.train()
@@ -155,12 +141,9 @@ class Job(NamedTuple):
 
 
 def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: RunOptions) -> list[Case]:
-    """One case per model, whose steps say how far the replay errs; `estimates_s` are of the short profile on
-    two cores.
-    """
-    smoke = options.profile == "smoke"
+    """A case per model, whose steps say how far the replay errs; `estimates_s` are of two cores."""
     return [
-        Case({"part": "replay error", "model": model}, 5.0 if smoke else estimate_s)
+        Case({"part": "replay error", "model": model}, 5.0 if options.profile == "smoke" else estimate_s)
         for model, estimate_s in zip(models, estimates_s, strict=True)
     ]
 
@@ -268,8 +251,7 @@ VERSION1: Mapping[str, Sizes] = {
 
 # The mini-batch fitted to memory, as the paper chose its own (section 3: "adjusted to fit memory")
 
-FITTED_MICROBATCHES = 2  # that are run
-LARGEST_MICROBATCH = 32
+FITTED_MICROBATCHES, LARGEST_MICROBATCH = 2, 32  # micro-batches that are run, examples of one
 
 
 def fitted(
@@ -283,10 +265,10 @@ def fitted(
     for k, m in cells:
         examples, peaks[f"K={k} M={m}"] = fitted_microbatch(workload, k, m, workload.cap_bytes)
         counts[k, examples] = (*counts.get((k, examples), ()), m)
-    ran = FITTED_MICROBATCHES
+    ran, facts = FITTED_MICROBATCHES, {"cap_bytes": workload.cap_bytes, "modelled_peak_bytes": peaks}
     return tuple(
         Configuration(k, ran, ran * examples, counts=several) for (k, examples), several in counts.items()
-    ), {"cap_bytes": workload.cap_bytes, "modelled_peak_bytes": peaks}
+    ), facts
 
 
 def fitted_microbatch(
@@ -295,37 +277,31 @@ def fitted_microbatch(
     """Examples of the largest micro-batch, a power of two, whose stages stay under a memory cap, and the peak
     bytes of the fullest stage. ValueError if none fits.
     """
-    found, size = None, 1
-    while size <= LARGEST_MICROBATCH:
-        peak = peak_bytes(workload, num_stages, num_microbatches, size)
-        if peak > cap_bytes:
-            break
-        found, size = (size, peak), 2 * size
-    if found is None:
+    peak, size = peak_bytes(workload, num_stages, num_microbatches, 1), 1
+    if peak > cap_bytes:
         raise ValueError(
             f"{workload.model} on {num_stages} stages with {num_microbatches} micro-batches of one example "
             f"needs {peak:,} bytes on one stage; the cap is {cap_bytes:,}: raise it or take more stages"
         )
-    return found
+    while 2 * size <= LARGEST_MICROBATCH:
+        larger = peak_bytes(workload, num_stages, num_microbatches, 2 * size)
+        if larger > cap_bytes:
+            break
+        size, peak = 2 * size, larger
+    return size, peak
 
 
 def peak_bytes(workload: Workload, num_stages: int, num_microbatches: int, microbatch_size: int) -> int:
     """Peak bytes of the fullest stage under gpipe with re-materialization and RMSProp (modelled). The cut is
     by the estimated cost of the layers, since nothing has been timed yet.
     """
+    from gpipe_bench.experiments.paper.profiles import Reading, profiled_model
     from gpipe_bench.pipeline.memory.workers import pipeline_memory
 
     stages = partition(_layer_costs(workload), num_stages)
     schedule = gpipe(num_stages, num_microbatches, "always")
-    memory = pipeline_memory(*_profile(workload, microbatch_size), stages, schedule, receive_ahead=1)
-    return max(stage.peak for stage in memory)
-
-
-@cache
-def _profile(workload: Workload, microbatch_size: int) -> ModelProfile:
-    from gpipe_bench.pipeline.memory.profile import Profiler
-
-    return workload.profile(microbatch_size, Profiler(None))
+    profile = profiled_model(Reading(), workload.model, microbatch_size, **workload.options)
+    return max(stage.peak for stage in pipeline_memory(*profile, stages, schedule, receive_ahead=1))
 
 
 @cache

@@ -7,22 +7,17 @@ be taken up at any step. The default data come with Python and scikit-learn, so 
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.paper.consistency.recipes import (
-    ImageRecipe,
-    Subject,
-    TextRecipe,
-)
+from gpipe_bench.experiments.paper.consistency_protocol import ImageRecipe, Subject, TextRecipe
 from gpipe_bench.models import MODELS
 from gpipe_bench.models.tasks import class_loss
 from gpipe_bench.models.torchvision_shim import import_torchvision
@@ -33,14 +28,12 @@ Batch = tuple[Tensor, Tensor]
 @cache
 def task_of(subject: Subject) -> Task:
     """Loads the data and makes the task. Raises ValueError where the user's are too few for the recipe."""
-    recipe, seed = subject.recipe, subject.split_seed
-    if isinstance(recipe, ImageRecipe):
-        if subject.data is None:
-            return ImageTask(recipe, digits(recipe.image_size, seed))
-        return ImageTask(
-            recipe, own_images(subject.data, recipe.image_size, recipe.augment, seed, subject.limit)
-        )
-    return TextTask(recipe, topics(), seed)
+    recipe, seed, path = subject.recipe, subject.split_seed, subject.data
+    if not isinstance(recipe, ImageRecipe):
+        return TextTask(recipe, topics(), seed)
+    if path is None:
+        return ImageTask(recipe, digits(recipe.image_size, seed))
+    return ImageTask(recipe, own_images(path, recipe.image_size, recipe.augment, seed, subject.limit))
 
 
 def derived(*numbers: int) -> torch.Generator:
@@ -63,8 +56,7 @@ def chosen(step: int, seed: int, num_examples: int, batch_size: int) -> Tensor:
 def even_parts(number: int, size: int) -> Sequence[slice]:
     """Slices of `number` things, in parts of about `size`, none much smaller than the others."""
     parts = max(1, round(number / size))
-    edges = [number * i // parts for i in range(parts + 1)]
-    return [slice(a, b) for a, b in itertools.pairwise(edges)]
+    return [slice(number * i // parts, number * (i + 1) // parts) for i in range(parts)]
 
 
 # Images
@@ -73,12 +65,10 @@ def even_parts(number: int, size: int) -> Sequence[slice]:
 class ImageTask:
     """AmoebaNet-D on images, as its recipe says.
 
-    What it shares with the tasks on text: `count` sums over a held-out batch, and `score` turns the sums into
+    What it shares with the task on text: `count` sums over a held-out batch, and `score` turns the sums into
     the value named `metric`. Trainings count as learned if their mean reaches `required` and none misses
-    `floor`; `requirement` says so in words. `build` draws from torch's default generator, `loss`
-    is the mean over the examples, `optimizer` takes a whole model's named parameters or one stage's, and
-    `batch` is mini-batch number `step` of the training with a seed. Without an `average_decay` the weights
-    themselves are evaluated, every `evaluate_every` steps.
+    `floor`. `build` draws from torch's default generator; `optimizer` takes a whole model's named parameters
+    or one stage's. Without an `average_decay` the weights themselves are evaluated.
     """
 
     metric, unit, higher_is_better = "held-out accuracy", "ratio", True
@@ -146,8 +136,7 @@ class RMSPropTF(torch.optim.Optimizer):
     """TensorFlow's RMSProp, as the recipe needs it.
 
     torch's keeps epsilon outside the root and starts its averages at zero; the recipe's epsilon of 1 only
-    makes sense inside the root, with averages that start at one. There the method is close to momentum with
-    a steady, slightly smaller step, and 0.0025 per example of the mini-batch is usable.
+    makes sense inside the root, with averages that start at one.
 
     `square` follows g^2; `velocity = momentum * velocity + lr * g / sqrt(square + eps)` is subtracted.
 
@@ -158,19 +147,10 @@ class RMSPropTF(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float,
-        decay: float = 0.9,
-        momentum: float = 0.9,
-        eps: float = 1.0,
-        weight_decay: float = 0.0,
+        self, params: Iterable[Any], *, lr: float, decay: float, momentum: float, eps: float, **more: float
     ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "decay": decay, "momentum": momentum, "eps": eps, "weight_decay": weight_decay},
-        )
+        how = {"lr": lr, "decay": decay, "momentum": momentum, "eps": eps, "weight_decay": 0.0}
+        super().__init__(params, how | more)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -185,11 +165,8 @@ class RMSPropTF(torch.optim.Optimizer):
             if group["weight_decay"]:
                 gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
             for weight in weights:
-                if not self.state[weight]:
-                    self.state[weight] = {
-                        "square": torch.ones_like(weight),
-                        "velocity": torch.zeros_like(weight),
-                    }
+                if not (state := self.state[weight]):
+                    state["square"], state["velocity"] = torch.ones_like(weight), torch.zeros_like(weight)
             squares = [self.state[weight]["square"] for weight in weights]
             velocities = [self.state[weight]["velocity"] for weight in weights]
             torch._foreach_mul_(squares, group["decay"])
@@ -211,13 +188,9 @@ class Images:
     """
 
     def __init__(
-        self,
-        load: Loader,
-        train: Sequence[int],
-        held_out: Sequence[int],
-        targets: Sequence[int],
+        self, load: Loader, train: Sequence[int], held_out: Sequence[int], targets: Sequence[int],
         num_classes: int,
-    ):
+    ) -> None:  # fmt: skip
         self.load, self.train, self.held_out, self.num_classes = load, train, held_out, num_classes
         counts = torch.bincount(torch.tensor([targets[i] for i in held_out]), minlength=num_classes)
         self.most_frequent = float(counts.max() / counts.sum())  # share of the commonest class, held out
@@ -258,8 +231,15 @@ def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit
     import_torchvision()
     from torchvision.datasets import ImageFolder
 
-    folder = ImageFolder(path)
-    load = partial(_decoded, folder.samples, _transforms(image_size, augment=augment))
+    folder, transforms = ImageFolder(path), _transforms(image_size, augment=augment)
+
+    def load(index: int, is_training: bool) -> tuple[Tensor, int]:
+        source, target = folder.samples[index]
+        try:
+            return transforms[is_training](folder.loader(source)), target
+        except OSError as error:
+            raise ValueError(f"{source} can't be read as an image; remove or replace it") from error
+
     train, held_out = split(len(folder), split_seed, limit)
     return Images(load, train, held_out, folder.targets, len(folder.classes))
 
@@ -273,20 +253,6 @@ def _transforms(size: int, *, augment: bool) -> Mapping[bool, Callable[[Any], Te
     whole = [T.Resize(round(size / 0.875)), T.CenterCrop(size)]
     plain = T.Compose([*whole, *end])
     return {False: plain, True: T.Compose([*box, T.ColorJitter(0.125, 0, 0.1), *end]) if augment else plain}
-
-
-def _decoded(
-    sources: Sequence[tuple[str, int]], transforms: Mapping[bool, Callable[[Any], Tensor]], index: int,
-    is_training: bool,
-) -> tuple[Tensor, int]:  # fmt: skip
-    from torchvision.datasets.folder import pil_loader
-
-    path, target = sources[index]
-    try:
-        image = pil_loader(path)
-    except OSError as error:
-        raise ValueError(f"{path} can't be read as an image; remove or replace it") from error
-    return transforms[is_training](image), target
 
 
 # Text. Tokenizer, unigram model and training examples come from the training part alone.
@@ -380,26 +346,19 @@ def topics() -> str:
 def blocks_of(text: str) -> list[str]:
     """Consecutive paragraphs, each kept the first time only, in blocks of about `BLOCK_CHARACTERS`."""
     blocks: list[list[str]] = [[]]
-    size = 0
-    for paragraph in dict.fromkeys(part.strip() for part in re.split(r"\n\s*\n", text)):
-        if not paragraph:
-            continue
-        if size >= BLOCK_CHARACTERS:
+    for paragraph in filter(None, dict.fromkeys(part.strip() for part in re.split(r"\n\s*\n", text))):
+        if sum(map(len, blocks[-1])) >= BLOCK_CHARACTERS:
             blocks.append([])
-            size = 0
         blocks[-1].append(paragraph)
-        size += len(paragraph)
     return ["\n\n".join(block) for block in blocks if block]
 
 
 def split_blocks(blocks: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
     """Training and held-out blocks, both in the text's order."""
     order = torch.randperm(len(blocks), generator=derived(seed, 5)).tolist()
-    held_out = set(order[: max(1, round(len(blocks) * HELD_OUT_TEXT))])
-    return (
-        [block for i, block in enumerate(blocks) if i not in held_out],
-        [block for i, block in enumerate(blocks) if i in held_out],
-    )
+    count = max(1, round(len(blocks) * HELD_OUT_TEXT))
+    train, held_out = ([blocks[i] for i in sorted(part)] for part in (order[count:], order[:count]))
+    return train, held_out
 
 
 def tokenizer(lines: Iterable[str], vocab_size: int) -> Any:

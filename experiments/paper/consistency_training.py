@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from gpipe_bench.experiments.paper.consistency.recipes import Subject
-from gpipe_bench.experiments.paper.consistency.tasks import Task, task_of
+from gpipe_bench.experiments.paper.consistency_protocol import Subject
+from gpipe_bench.experiments.paper.consistency_tasks import Task, task_of
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.ranks.launch import launch
 from gpipe_bench.pipeline.stage.layers import run_plain
@@ -24,7 +25,6 @@ class Setting:
 
     Args:
         engine: "pipeline"; "sequential" is the plain model without any, so one stage and one micro-batch
-        num_stages, num_microbatches: of the pipeline
         seed: of the mini-batches, what augments them, and dropout
         device: "cpu" or "cuda"
         initial_seed: of the initial weights; None: the same
@@ -71,10 +71,9 @@ def trained(subject: Subject, setting: Setting, processes: int = 1) -> Trained:
         return train(task_of(subject), setting)
     if setting.device == "cuda" and devices.count("cuda") < processes:
         setting = replace(setting, device="cpu")  # what is asked is whether processes change anything
-    parts = launch(train_rank, processes, subject, setting, device=setting.device)
+    parts: list[Trained] = launch(train_rank, processes, subject, setting, device=setting.device)
     weights = {name: tensor for part in parts for name, tensor in part.weights.items()}
-    last: Trained = parts[-1]
-    return replace(last, weights=weights)
+    return replace(parts[-1], weights=weights)
 
 
 def train_rank(subject: Subject, setting: Setting) -> Trained:
@@ -97,36 +96,49 @@ def train(task: Task, setting: Setting, *, group: distributed.ProcessGroup | Non
             remat="except_last", seed=setting.seed, group=group,
         )  # fmt: skip
     module = model if pipeline is None else pipeline
-    optimizer = task.optimizer(module.named_parameters())
-    average = None if task.average_decay is None else WeightAverage(module, task.average_decay)
-    losses, curve = list[float](), list[tuple[int, float, float]]()
+    optimizer, curve = task.optimizer(module.named_parameters()), _Curve(task, module, setting.device)
     module.train()
     for step in range(task.num_steps):
         for parameters in optimizer.param_groups:
             parameters["lr"] = task.learning_rate(step)
-        inputs, target = task.batch(step, setting.seed)
-        inputs, target = inputs.to(setting.device), target.to(setting.device)
+        inputs, target = (each.to(setting.device) for each in task.batch(step, setting.seed))
         if pipeline is not None:
-            losses.append(float(pipeline.step(inputs, target, task.loss)))
+            loss = pipeline.step(inputs, target, task.loss)
         else:  # one forward, one backward, with the draws of a pipeline's only micro-batch
-            layers = model.children()
-            output = run_plain(
-                layers, inputs, seed=setting.seed, step=step, microbatch=0, device=setting.device
-            )
-            loss = task.loss(output, target)
+            loss = task.loss(_plain(model, inputs, setting.seed, step, setting.device), target)
             torch.autograd.backward(loss)
-            losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
-        done = step + 1
-        if average is not None:
-            average.update(done)
-        if done % task.evaluate_every == 0 or done == task.num_steps:
-            curve.append((done, sum(losses) / len(losses), evaluate(task, module, average, setting.device)))
-            losses = []
+        curve.add(float(loss.detach()))
     weights = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
     spans = [model] if pipeline is None else pipeline.partition
-    return Trained(tuple(curve), weights, tuple(len(span) for span in spans))
+    return Trained(tuple(curve.points), weights, tuple(map(len, spans)))
+
+
+def _plain(model: nn.Sequential, inputs: Tensor, seed: int, step: int, device: str = "cpu") -> Any:
+    return run_plain(model.children(), inputs, seed=seed, step=step, microbatch=0, device=device)
+
+
+class _Curve:
+    """What a training comes to: `points` of steps done, mean loss since the last, and held-out score."""
+
+    def __init__(self, task: Task, module: nn.Module, device: str = "cpu") -> None:
+        self._task, self._module, self._device = task, module, device
+        decay = task.average_decay
+        self._average = None if decay is None else WeightAverage(module, decay)
+        self._done, self._losses = 0, list[float]()
+        self.points: list[tuple[int, float, float]] = []
+
+    def add(self, loss: float) -> None:
+        """Takes the loss of one more step."""
+        self._done += 1
+        self._losses.append(loss)
+        if self._average is not None:
+            self._average.update(self._done)
+        if self._done % self._task.evaluate_every == 0 or self._done == self._task.num_steps:
+            score = evaluate(self._task, self._module, self._average, self._device)
+            self.points.append((self._done, sum(self._losses) / len(self._losses), score))
+            self._losses = []
 
 
 @torch.no_grad()
@@ -151,81 +163,56 @@ def evaluate(
 class WeightAverage:
     """Follows the floating-point state of a module; `applied` lends it the averages for an evaluation.
 
-    The recipe evaluates a moving average of the weights instead of the weights themselves. With TensorFlow's
-    ramp its decay starts low and rises towards its final value, so that short trainings do not average in
-    their random beginning. The running statistics of batch normalization are averaged along: they belong to
-    the weights they were seen with.
+    With TensorFlow's ramp the decay starts low and rises towards its final value, so that short trainings do
+    not average in their random beginning. The running statistics of batch normalization are averaged along:
+    they belong to the weights they were seen with.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self._decay = decay
         state = module.state_dict(keep_vars=True)
         self._live = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
-        self.average = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        self.average = _copied(self._live, self._live)
 
+    @torch.no_grad()
     def update(self, num_updates: int) -> None:
         """Takes the weights in after update number `num_updates`, counted from 1."""
         decay = min(self._decay, (1.0 + num_updates) / (10.0 + num_updates))
-        with torch.no_grad():
-            torch._foreach_lerp_(
-                list(self.average.values()), [t.detach() for t in self._live.values()], 1.0 - decay
-            )
+        torch._foreach_lerp_(list(self.average.values()), list(self._live.values()), 1.0 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the module holds the averages; afterwards its own values, bit for bit."""
-        own = {name: tensor.detach().clone() for name, tensor in self._live.items()}
-        _fill(self._live, self.average)
+        own = _copied(self._live, self._live)
+        _put(self._live, self.average)
         try:
             yield
         finally:
-            _fill(self._live, own)
-
-
-@torch.no_grad()
-def _fill(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        tensor.copy_(values[name])
+            _put(self._live, own)
 
 
 # What inconsistency looks like: an asynchronous pipeline in the manner of PipeDream.
 #
 # Whole mini-batches stream through K stages in 1F1B order, and every stage updates its weights after each
-# backward, without waiting for the others. So stage k, counted from 0, runs the forward of a mini-batch
-# K - 1 - k updates before the one that its gradient makes. With weight stashing the backward uses the weights
-# of its forward, which the stage keeps; without, it uses whatever the weights are by then, and the gradient
-# belongs to no function at all.
+# backward. So stage k, counted from 0, runs the forward of a mini-batch K - 1 - k updates before the one that
+# its gradient makes. With weight stashing the backward uses the weights of its forward, which the stage
+# keeps; without, whatever the weights are by then, and the gradient belongs to no function at all.
 #
 # A gradient depends on nothing that comes later, so the mini-batches are gone through one after the other,
-# each stage with the weights that it had. Staleness, versions and weights are those of K devices, the time is
-# not. With one stage both are the sequential training, bit for bit.
+# each stage with the weights that it had. With one stage both are the sequential training, bit for bit.
 
 
 @dataclass(frozen=True)
-class Asynchronous:
-    """Result of an asynchronous training of more than K mini-batches. `staleness` and the rest have an entry
-    per stage.
-    """
+class Asynchronous(Trained):
+    """Result of an asynchronous training of more than K mini-batches, an entry per stage."""
 
-    curve: tuple[tuple[int, float, float], ...]
     staleness: tuple[int, ...]  # updates between a mini-batch's forward and its own, largest
     versions: tuple[int, ...]  # of the weights, kept at once, with the current one
     weight_bytes: tuple[int, ...]  # all versions together, at most
-    weights: dict[str, Tensor]
-
-    @property
-    def score(self) -> float:
-        return self.curve[-1][2]
 
 
 def train_asynchronously(
-    task: Task,
-    num_stages: int,
-    seed: int,
-    *,
-    stash: bool,
-    rate: float = 1.0,
-    initial_seed: int | None = None,
+    task: Task, num_stages: int, seed: int, *, stash: bool, rate: float = 1.0, initial_seed: int | None = None
 ) -> Asynchronous:
     """Trains by the task's recipe, update for update, with stale weights and `rate` times its learning rate.
     The initial weights are those of `initial_seed`, or of `seed`. CPU only.
@@ -234,25 +221,22 @@ def train_asynchronously(
     model = task.build()
     layers = list(model.named_children())
     weights = dict(model.named_parameters())
+    cut = Pipeline(model, num_stages=num_stages, num_microbatches=1).partition
     stages = [
         [f"{layers[i][0]}.{name}" for i in span for name, _ in layers[i][1].named_parameters()]
-        for span in Pipeline(model, num_stages=num_stages, num_microbatches=1).partition
+        for span in cut
     ]
     versions = [  # of each stage, from that of the forward to the latest
         deque([_copied(weights, names)], maxlen=num_stages - stage) for stage, names in enumerate(stages)
     ]
-    optimizer = task.optimizer(weights.items())
-    average = None if task.average_decay is None else WeightAverage(model, task.average_decay)
-    losses, curve = list[float](), list[tuple[int, float, float]]()
+    optimizer, curve = task.optimizer(weights.items()), _Curve(task, model)
     most = [1] * num_stages
     model.train()
     for step in range(task.num_steps):
         inputs, target = task.batch(step, seed)
         for kept in versions:
             _put(weights, kept[0])
-        output = run_plain(model.children(), inputs, seed=seed, step=step, microbatch=0, device="cpu")
-        loss = task.loss(output, target)
-        losses.append(float(loss.detach()))
+        loss = task.loss(_plain(model, inputs, seed, step), target)
         if stash:
             torch.autograd.backward(loss)
         for kept in versions:
@@ -266,23 +250,20 @@ def train_asynchronously(
         most = [max(number, len(kept)) for number, kept in zip(most, versions, strict=True)]
         for names, kept in zip(stages, versions, strict=True):
             kept.append(_copied(weights, names))
-        if average is not None:
-            average.update(step + 1)
-        if (step + 1) % task.evaluate_every == 0 or step + 1 == task.num_steps:
-            curve.append((step + 1, sum(losses) / len(losses), evaluate(task, model, average)))
-            losses = []
+        curve.add(float(loss.detach()))
     held = [number if stash else 1 for number in most]
     sizes = [sum(each.nbytes for each in kept[-1].values()) for kept in versions]
     return Asynchronous(
-        tuple(curve),
+        tuple(curve.points),
+        _copied(model.state_dict(), model.state_dict()),
+        tuple(map(len, cut)),
         tuple(number - 1 for number in most),
         tuple(held),
         tuple(number * size for number, size in zip(held, sizes, strict=True)),
-        {name: tensor.detach().clone() for name, tensor in model.state_dict().items()},
     )
 
 
-def _copied(weights: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+def _copied(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
     return {name: weights[name].detach().clone() for name in names}
 
 

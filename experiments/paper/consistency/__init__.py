@@ -1,1 +1,0 @@
-"""Consistent training: the same network, whatever the partition."""

@@ -1,1 +1,0 @@
-"""What the paper's timed tables share: workloads, steps measured in processes, replays, evidence."""

@@ -22,24 +22,11 @@ from torch import Tensor, nn
 
 from gpipe_bench.experiments.beyond import engine_turns
 from gpipe_bench.experiments.beyond.trainings import ALWAYS, WORKLOADS
-from gpipe_bench.experiments.engines import cases as cases_module
-from gpipe_bench.experiments.engines.cases import (
-    BASE,
-    CASES,
-    GROUPS,
-    Row,
-    are_right,
-    examine,
-    faults,
-    in_place,
-    settled,
-)
-from gpipe_bench.experiments.engines.checks import (
-    gradient_error,
-    named_parameters,
-    verify,
-)
+from gpipe_bench.experiments.engines import trials
+from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS
+from gpipe_bench.experiments.engines.checks import gradient_error, named_parameters, verify
 from gpipe_bench.experiments.engines.setup import Setup, pinned, resolve
+from gpipe_bench.experiments.engines.trials import Row, are_right, examine, faults, in_place, settled
 from gpipe_bench.experiments.registry import ENGINES
 
 ROOT = Path(__file__).parents[2]
@@ -270,8 +257,8 @@ def check(name: str, *options: str) -> tuple[int, str, dict[str, str]]:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
-    kept = {place: cases_module.PLACES[place] for place in places}
-    monkeypatch.setattr(cases_module, "PLACES", kept)
+    kept = {place: trials.PLACES[place] for place in places}
+    monkeypatch.setattr(trials, "PLACES", kept)
 
 
 def in_this_process(name: str) -> dict[str, Row]:
@@ -297,7 +284,7 @@ def test_a_good_engine_passes_in_one_process_and_over_two(scene: Path) -> None:
     assert len(lines(out)) == 2 * len(CASES)
     methods = ("clipping over stages", "evaluation first")
     assert set(cannot) == {
-        *((place, case) for place in cases_module.PLACES for case in (*methods, "ragged mini-batch")),
+        *((place, case) for place in trials.PLACES for case in (*methods, "ragged mini-batch")),
         ("two processes", "shared weights"),
     }
     assert cannot["two processes", methods[0]] == "it has no method clip(max_norm)"

@@ -9,7 +9,7 @@ that wait instead of computing, so that what is left of a step is the schedule a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean
@@ -22,32 +22,24 @@ from torch import distributed as dist
 from gpipe_bench.experiments.beyond.side_by_side import Found, take_turns
 from gpipe_bench.experiments.beyond.trainings import Job
 from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
-from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, run_isolated
 from gpipe_bench.experiments.engines.known import Ours
-from gpipe_bench.experiments.engines.setup import (
-    Engine,
-    LossFn,
-    Setup,
-    build,
-    clear,
-    placement_of,
-)
+from gpipe_bench.experiments.engines.setup import Engine, LossFn, Setup, build, clear, placement_of
+from gpipe_bench.experiments.engines.trials import Fault, IsolatedError, Tell, run_isolated
 from gpipe_bench.experiments.paper.timed.layers import layer_seconds
 from gpipe_bench.experiments.paper.timed.results import samples_of
-from gpipe_bench.experiments.paper.timed.steps import run_processes
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.timeline import Timeline
 
 WIDTH = 8  # of a layer that computes next to nothing
 PARTITION_MICROBATCHES = 4  # of the step that times single layers
 TRIAL_S = 60.0  # after which a step of the user's engine counts as hung
 PATIENCE = 10.0  # times the estimate, after which a case with the user's engines is given up
+NO_LIMIT_S = 1e6
 
 
-def work(job: Job, rounds: int) -> Found:
+def work(tell: Tell, job: Job, rounds: int) -> Found:
     """Runs in each process of a case. RuntimeError where an engine does something else than it should."""
     layers, batch, target, loss = trained(job)
     layers_s = _seconds(job, layers, loss)
@@ -66,6 +58,7 @@ def work(job: Job, rounds: int) -> Found:
     def checked() -> dict[str, dict[str, Any]]:
         found = {}
         for name, engine in engines.items():
+            tell(f"{name} is next")
             if not is_idle(engine):
                 made_up = isinstance(engine, Bare) and engine.stage is not None
                 own = {} if made_up or not expected else named_parameters(setups[name])
@@ -79,7 +72,10 @@ def work(job: Job, rounds: int) -> Found:
         for name, engine in engines.items()
     }
     measured = take_turns(steps, layers, rounds, job.seed, devices.current(job.chosen.device))
-    actions_s = mean_actions_s(ours.timeline)
+    actions_s = {
+        f"{stage}{kind.value}": mean(samples)
+        for (stage, kind), samples in samples_of([ours.timeline]).items()
+    }
     checked()  # still right after all rounds
     peaks = {}
     for name, step in steps.items() if job.work.real else ():  # behind the timing, which it must not disturb
@@ -94,86 +90,45 @@ def work(job: Job, rounds: int) -> Found:
     return measured._replace(details=details)
 
 
-def details_of(job: Job, found: Sequence[Found]) -> dict[str, Any]:
-    """Facts for a record: the engines, what each really did in every process, the model's cuts, and the mean
-    of each action in our latest step.
-    """
-    first = found[0].details
-    return {
-        "engines": {
-            name: {"engine": engine, "remat": remat} for name, (engine, remat) in job.engines.items()
-        },
-        "checks": [each.details["checks"] for each in found],  # by process
-        "refused": first["refused"],
-        "partition": [[span.start, span.stop] for span in first["partition"]],
-        "actions_ms": {name: 1e3 * s for each in found for name, s in each.details["actions_s"].items()},
-    }
-
-
-def work_told(tell: Tell, job: Job, rounds: int) -> Found:
-    """`work`, where it is given up when it takes too long."""
-    return work(job, rounds)
-
-
-def tried(tell: Tell, job: Job, name: str) -> None:
-    """Lets one engine do what it will be timed for, before the others depend on it. Raises what it raises,
-    RuntimeError where it does something else; nothing if it can't run this.
-    """
-    layers, batch, target, loss = trained(job)
-    setup = setup_of(job, layers, [1.0] * len(layers), name)
-    expected = reference(setup, batch, target, loss)
-    tell("the plain model's gradients are known")
-    engine = built(job.engines[name][0], setup)
-    if not isinstance(engine, str):
-        verify(name, engine, setup, batch, target, loss, expected)
-
-
 # The user's engines, which may raise, hang or be wrong
 
 
-def without(job: Job, names: Sequence[str]) -> Job:
+def without(job: Job, names: Container[str]) -> Job:
     return job._replace(engines={name: each for name, each in job.engines.items() if name not in names})
 
 
 def fault_in(job: Job, name: str) -> Fault | None:
-    """An engine's fault, if it has one, found out in processes of its own."""
+    """What an engine of the user does wrong, or refuses, in a round beside the first of ours alone, before
+    the others depend on it.
+    """
+    first = next(iter(job.engines))
     try:
-        run_isolated(tried, job.num_processes, job, name, timeout_s=TRIAL_S)
+        pair = without(job, {*job.engines} - {first, name})
+        (one, *_) = run_isolated(
+            work, job.num_processes, pair, 1, timeout_s=TRIAL_S, device=job.chosen.device
+        )
     except IsolatedError as error:
         return error.fault
-    return None
+    reason = one.details["refused"].get(name)
+    return None if reason is None else Fault(reason, refused=True)
 
 
-def taken(
-    job: Job, rounds: int, own: Sequence[str], estimate_s: float
-) -> tuple[list[Found], dict[str, Fault]]:
-    """Findings of a case's processes, and the faults of the user's `own` engines: where a run with
-    all of them fails, each is run beside the control alone, and the others once more without those that fail.
+def taken(job: Job, rounds: int, estimate_s: float) -> tuple[list[Found], dict[str, Fault]]:
+    """Findings of a case's processes, and the faults of the user's engines: where a run with them fails
+    after all, the others are measured once more without any of them.
     """
-    if not own:
-        return run_processes(work, job.num_processes, job, rounds, device=job.chosen.device), {}
-    told = partial(run_isolated, work_told, job.num_processes, timeout_s=TRIAL_S + PATIENCE * estimate_s)
     try:
-        return told(job, rounds), {}
+        return isolated(job, rounds, TRIAL_S + PATIENCE * estimate_s if job.own else NO_LIMIT_S), {}
     except IsolatedError as error:
-        together = _beside(error.fault)
-    faults = {}
-    for name in own if len(own) > 1 else ():
-        try:
-            told(
-                without(job, [each for each in job.engines if each not in (next(iter(job.engines)), name)]),
-                rounds,
-            )
-        except IsolatedError as error:
-            faults[name] = _beside(error.fault)
-    faults = faults or dict.fromkeys(own, together)
-    right = [name for name in own if name not in faults]
-    found, late = taken(without(job, list(faults)), rounds, right, estimate_s)
-    return found, faults | late
+        if not job.own:
+            raise
+        fault = error.fault._replace(reason=f"beside the others: {error.fault.reason}", refused=False)
+        return taken(without(job, job.own), rounds, estimate_s)[0], dict.fromkeys(job.own, fault)
 
 
-def _beside(fault: Fault) -> Fault:
-    return fault._replace(reason=f"beside the others: {fault.reason}")
+def isolated(job: Job, rounds: int, timeout_s: float) -> list[Found]:
+    """What `work` finds in each process of a case. IsolatedError where it fails, or takes too long."""
+    return run_isolated(work, job.num_processes, job, rounds, timeout_s=timeout_s, device=job.chosen.device)
 
 
 def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
@@ -237,12 +192,6 @@ def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:
     clear(setup.layers)
     peak = memory.peak_bytes[""]
     return peak if peak >= least else None
-
-
-def mean_actions_s(timeline: Timeline) -> dict[str, float]:
-    """Mean of each stage's actions in a step: {"0F": seconds}."""
-    found = samples_of([timeline])
-    return {f"{stage}{kind.value}": mean(samples) for (stage, kind), samples in found.items()}
 
 
 # Baselines for an engine's own cost

@@ -25,7 +25,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.beyond.side_by_side import (
     Found,
@@ -37,17 +37,16 @@ from gpipe_bench.experiments.beyond.side_by_side import (
     trust_of,
 )
 from gpipe_bench.experiments.beyond.trainings import (
+    ALL,
     ALL_CORES,
     ALONE,
     BARE,
     CONFIGURATIONS,
-    KNOWN,
     ON_GPUS,
     WORKLOADS,
     Job,
     configuration_of,
     job_of,
-    own_engines,
 )
 from gpipe_bench.experiments.registry import PROFILES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -57,13 +56,10 @@ from gpipe_bench.harness.rounds import Times, differences, ratios
 from gpipe_bench.harness.units import convert, show
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.engines.isolated import Fault
+    from gpipe_bench.experiments.engines.trials import Fault
 
 SAME_SCHEDULE = (("ours-1f1b", "torch-1f1b"), ("interleaved", "torch-interleaved"), ("zb-v", "torch-zb-v"))
 SPEED, SHARE, COST = "speed", "share of the ideal step", "over the bare layers"
-
-# Cases and what they find
-
 START_S = 8.0  # until all processes are up and the engines checked
 MIN_ACTION_MS = 5.0
 LEAST_ROUNDS = 5
@@ -76,7 +72,7 @@ def cases(options: RunOptions) -> list[Case]:
     found = []
     for chosen in ON_GPUS if options.device == "cuda" else CONFIGURATIONS:
         if rounds := chosen.rounds[PROFILES.index(options.profile)]:
-            more = 1 + len(own_engines(options.engine)) / len(chosen.engines)
+            more = 1 + len(job_of(chosen, options.engine).own) / len(chosen.engines)
             found.append(Case(chosen.key, START_S + rounds * chosen.round_s * more))
     return found
 
@@ -92,37 +88,26 @@ def run(case: Case, options: RunOptions) -> Outcome:
     if reason := missing or lacks_gpus(chosen.device, job.num_processes):
         return Outcome(status="skipped", reason=reason)
     rounds = chosen.rounds[PROFILES.index(options.profile)]
-    own = [name for name in job.engines if name not in chosen.engines]
-    faults = {name: fault for name in own if (fault := fault_in(job, name)) is not None}
-    refused = {
-        name: each.reason.removeprefix("ValueError: ") for name, each in faults.items() if each.refused
-    }
-    faulty = {name: fault for name, fault in faults.items() if not fault.refused}
+    faults = {name: fault for name in job.own if (fault := fault_in(job, name)) is not None}
 
     def take(number: int) -> list[Found]:
-        mine = [name for name in own if name not in faults and name not in faulty]
-        found, late = taken(without(job, [*faults, *faulty]), number, mine, case.estimate_s * number / rounds)
-        faulty.update(late)
-        for each in found:
-            each.details["refused"] |= refused
+        found, late = taken(without(job, faults), number, case.estimate_s * number / rounds)
+        faults.update(late)
         return found
 
     return side_by_side(
         take,
-        partial(numbers, job, faulty),
+        partial(numbers, job, faults),
         rounds,
         control=chosen.engines[0],
         again=options.profile != "smoke",
     )
 
 
-def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence[Found]) -> Outcome:
-    """Outcome of a case from what its processes found. With `faulty` engines the case has failed and has the
-    numbers of the others.
+def numbers(job: Job, faults: Mapping[str, Fault], times: Times, found: Sequence[Found]) -> Outcome:
+    """Outcome of a case from what its processes found, and from the faults of the user's engines, which have
+    no numbers. The case has failed unless these only refuse it.
     """
-    from gpipe_bench.experiments.beyond.engine_turns import details_of
-
-    details = details_of(job, found)
     metrics = [
         from_samples("step", [1e3 * s for s in samples], "ms", key={"engine": name})
         for name, samples in times.items()
@@ -141,16 +126,28 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
             peak, note = (None, threads) if seen is None or name == "torchgpipe" else (seen, memory)
             key: dict[str, Scalar] = {"engine": name, "process": rank}
             metrics.append(Metric("peak memory", peak, "bytes", "measured", key=key, note=note))
+    actions_ms = {name: 1e3 * s for each in found for name, s in each.details["actions_s"].items()}
     note = "mean over the micro-batches of our latest step"
-    metrics.append(
-        Metric("shortest action", min(details["actions_ms"].values()), "ms", "measured", note=note)
-    )
-    reasons = {name: fault.reason for name, fault in faulty.items()}
-    details |= {"faulty": reasons, "microbatch_size": job.work.microbatch_size, "precision": "float32"}
+    metrics.append(Metric("shortest action", min(actions_ms.values()), "ms", "measured", note=note))
+    first = found[0].details
+    faulty = {name: fault for name, fault in faults.items() if not fault.refused}
+    refused = {name: fault.reason for name, fault in faults.items() if fault.refused} | first["refused"]
+    details: dict[str, Any] = {
+        "engines": {
+            name: {"engine": engine, "remat": remat} for name, (engine, remat) in job.engines.items()
+        },
+        "checks": [each.details["checks"] for each in found],  # what each really did, by process
+        "refused": {name: reason.removeprefix("ValueError: ") for name, reason in refused.items()},
+        "partition": [[span.start, span.stop] for span in first["partition"]],
+        "actions_ms": actions_ms,
+        "faulty": {name: fault.reason for name, fault in faulty.items()},
+        "microbatch_size": job.work.microbatch_size,
+        "precision": "float32",
+    }
     if not faulty:
         return Outcome(tuple(metrics), details)
     details["traceback"] = "\n".join(fault.traceback for fault in faulty.values())
-    reason = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+    reason = "; ".join(f"{name}: {fault.reason}" for name, fault in faulty.items())
     return Outcome(tuple(metrics), details, "failed", reason)
 
 
@@ -330,6 +327,6 @@ EXPERIMENT = Experiment(
     tables=tables,
     docs="docs/own-engine.md",
     options=("engine",),
-    engines=(KNOWN,),
+    engines=(ALL,),
     takes=("engines",),
 )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from records import metric, ran, record
 
-from gpipe_bench.experiments.beyond import grid, plan, published, published_steps, schedules
+from gpipe_bench.experiments.beyond import grid, plan, published_steps, schedules
 from gpipe_bench.experiments.beyond.plan import EXPERIMENT as PLAN
 from gpipe_bench.experiments.beyond.plan_steps import to_run
 from gpipe_bench.experiments.beyond.schedules import EXPERIMENT
@@ -21,7 +21,7 @@ from gpipe_bench.harness.record import Record
 PRINTED = {cell.key: cell for cell in load_paper() if cell.source == "others"}
 RATES = [
     row
-    for row in published.load_rows()
+    for row in schedules.load_rows()
     if row.table == "zero-bubble" and row.num_workers <= 16 and not row.row.endswith("ZB-2p")
 ]
 
@@ -30,11 +30,11 @@ RATES = [
 def test_rates_of_table_5_agree_to_the_last_printed_digit(row) -> None:
     """Whatever is printed of it, but ZB-2p, which a search found that is not ours."""
     (setting,) = row.settings
-    assert f"{published.value_of(row, *setting):.4f}" == PRINTED[row.table, row.row, row.column].printed
+    assert f"{schedules.value_of(row, *setting):.4f}" == PRINTED[row.table, row.row, row.column].printed
 
 
 def test_every_published_number_has_a_row_and_an_entry_with_its_unit_and_a_verdict() -> None:
-    rows = {(row.table, row.row, row.column) for row in published.load_rows()}
+    rows = {(row.table, row.row, row.column) for row in schedules.load_rows()}
     assert rows == {key for key in PRINTED if key[0] in EXPERIMENT.paper_tables}
     records = [
         ran(EXPERIMENT, {"part": "published", "table": table})

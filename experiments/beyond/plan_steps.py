@@ -60,7 +60,20 @@ REPLICATED = (("1f1b", "never"), ("1f1b", "always"))
 
 def run(planned: Planned, seed: int, device: str) -> Outcome:
     """The case of a model."""
-    return outcome(planned, run_processes(work, NUM_WORKERS, planned, SEED + seed, device, device=device))
+    found = run_processes(work, NUM_WORKERS, planned, SEED + seed, device, device=device)
+    metrics, details = numbers(planned, found)
+    drifts = [each.details["drift"] for each in found]
+    note = "the reference step while the plan ran, over the same while the layers were timed"
+    metrics += [
+        Metric("drift", drift, "ratio", "measured", key={"process": number}, note=note)
+        for number, drift in enumerate(drifts)
+    ]
+    details |= facts_of(found, metrics)
+    if off := [drift for drift in drifts if not 1 / MOST_DRIFT <= drift <= MOST_DRIFT]:
+        details["void"] = (
+            f"a core's speed drifted by a factor of {off[0]:.2f} between the probes and the steps"
+        )
+    return Outcome(tuple(metrics), details)
 
 
 def work(planned: Planned, seed: int, device: str) -> Found:
@@ -195,14 +208,11 @@ def to_run(ranking: Sequence[Prediction], chosen: int, others: int) -> list[int]
     found = {*range(rest.start), *(rest if len(rest) <= others else ())}
     if len(rest) > others:
         found |= {rest[round((step + 1) * (len(rest) - 1) / others)] for step in range(others)}
-    kinds = {
-        ranking[place].candidate.grid.fsdp_level
-        for place in found
-        if ranking[place].candidate.grid.replicas > 1
-    }
-    for place, each in enumerate(ranking):
-        if each.candidate.grid.replicas > 1 and each.candidate.grid.fsdp_level not in kinds:
-            kinds.add(each.candidate.grid.fsdp_level)
+    grids = [each.candidate.grid for each in ranking]
+    kinds = {grids[place].fsdp_level for place in found if grids[place].replicas > 1}
+    for place, grid in enumerate(grids):
+        if grid.replicas > 1 and grid.fsdp_level not in kinds:
+            kinds.add(grid.fsdp_level)
             found.add(place)
     return sorted(found)
 
@@ -217,8 +227,8 @@ def title(candidate: Candidate) -> str:
     return f"{grid}{candidate.schedule}, M = {candidate.num_microbatches}{again}"
 
 
-def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
-    """Numbers from what the processes of a case found."""
+def numbers(planned: Planned, found: Sequence[Found]) -> tuple[list[Metric], dict[str, Any]]:
+    """Steps of each configuration, predicted and taken, the control, and details of the plan."""
     first = found[0].details
     costs, ranking = first["costs"], first["ranking"]
     request, clock = request_of(costs, planned), slowest([each.times for each in found])
@@ -230,51 +240,32 @@ def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
         key: dict[str, Scalar] = {"configuration": name}
         speeds = [each.details["speeds"][name] for each in found]
         steps[name] = at_reference_s(prediction, costs, request, clock[name], speeds)
+        note = "at the speed that the machine had when the layers were timed"
         metrics += [
             Metric(
                 PREDICTED, 1e3 * prediction.step_s, "ms", "replayed", key=key, low=1e3 * prediction.low_s,
                 high=1e3 * prediction.high_s,
                 note="made before any step of it; 95 % of single steps",
             ),
-            from_samples(
-                STEP, [1e3 * each for each in steps[name]], "ms", key=key,
-                note="at the speed that the machine had when the layers were timed",
-            ),
+            from_samples(STEP, [1e3 * each for each in steps[name]], "ms", key=key, note=note),
             from_samples(BY_THE_CLOCK, [1e3 * each for each in clock[name]], "ms", key=key),
         ]  # fmt: skip
     ratios = [ratio for name in steps for ratio in against_itself(steps, name)]
-    drifts = [each.details["drift"] for each in found]
-    metrics += [
-        *conditions_of(found, ratios, "first sample of a round / second, of all configurations"),
-        *(
-            Metric(
-                "drift", drift, "ratio", "measured", key={"process": number},
-                note="the reference step while the plan ran, over the same while the layers were timed",
-            )
-            for number, drift in enumerate(drifts)
-        ),
-    ]  # fmt: skip
-    of_costs = {name: each for name, each in costs.to_data().items() if name != "jitter"}
+    metrics += conditions_of(found, ratios, "first sample of a round / second, of all configurations")
     rows = [
         {"name": title(each.candidate), "cut": [len(stage) for stage in each.candidate.cut],
          "step_ms": 1e3 * each.step_s, "low_ms": 1e3 * each.low_s, "high_ms": 1e3 * each.high_s}
         for each in ranking
     ]  # fmt: skip
-    details: dict[str, Any] = {
+    of_costs = {name: each for name, each in costs.to_data().items() if name != "jitter"}
+    return metrics, {
         "title": planned.title,
         "scale": planned.scale,
         "batch_size": planned.batch_size,
         "chosen": min(planned.chosen, len(steps)),
         "plan": {"ranking": rows, "places": first["places"]},
         "costs": of_costs | {name: first[name] for name in ("probes_s", "plan_s")},
-        **facts_of(found, metrics),
     }
-    off = [drift for drift in drifts if not 1 / MOST_DRIFT <= drift <= MOST_DRIFT]
-    if off:
-        details["void"] = (
-            f"a core's speed drifted by a factor of {off[0]:.2f} between the probes and the steps"
-        )
-    return Outcome(tuple(metrics), details)
 
 
 def at_reference_s(
@@ -335,28 +326,15 @@ def mixer() -> Built:
     return [first, *blocks, head], inputs, target, nn.functional.cross_entropy
 
 
-class Attending(nn.Module):
-    """A block of a language model."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.feed_forward = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, value: Tensor) -> Tensor:
-        normed = self.norm(value)
-        value = value + self.attention(normed, normed, normed, need_weights=False)[0]
-        made: Tensor = value + self.feed_forward(value)
-        return made
-
-
 def attending() -> Built:
     """A model of torch's own attention."""
     width, words = 192, 1000
-    blocks = [Attending(width, heads=6) for _ in range(9)]
+    blocks = [
+        nn.TransformerEncoderLayer(
+            width, 6, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        for _ in range(9)
+    ]
     tokens = torch.zeros(8, 32, dtype=torch.long)
     return [nn.Embedding(words, width), *blocks, nn.Linear(width, words)], tokens, tokens, _next_word
 

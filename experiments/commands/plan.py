@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.commands.output import DONE, check_counts, screen_width, tell, warn, write_text
-from gpipe_bench.experiments.commands.plan_options import options as options
-from gpipe_bench.experiments.commands.plan_options import request_of
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.planner.candidate import REMATS, splits
+from gpipe_bench.pipeline.plan.links import LINKS, Link
+from gpipe_bench.pipeline.plan.named import NAMED
+from gpipe_bench.planner.candidate import REMATS
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
-from gpipe_bench.planner.request import MEASURED, Request, Space, check, divisors
+from gpipe_bench.planner.request import MEASURED, Request, Space, check, divisors, link_named, link_within
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.answer import Plan
@@ -30,6 +29,11 @@ if TYPE_CHECKING:
     from gpipe_bench.planner.search import Found
 
 GIB = 2**30
+MOST_GIB = 1e6
+PRECISIONS = {
+    "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16", "bfloat16-pure": "bfloat16-pure", "bf16-pure": "bfloat16-pure",
+}  # fmt: skip
 WIDTH = 100
 """Columns of an answer."""
 MOST_LINES = 9
@@ -44,29 +48,132 @@ TOO_CLOSE = 0.03
 """Steps that differ by less may come in the other order: of 63 that ran, half were off by 1.9 % or more."""
 
 
+def options(verb: argparse.ArgumentParser) -> None:
+    """Adds the options of `plan` to its parser."""
+    add = verb.add_argument
+    add(
+        "model", metavar="MODEL",
+        help="a published shape (gpt2-xl, llama-8b, unet-5-64 ...), transformer-lm or amoebanet-d with Table "
+        "1's options, or your own as module:function",
+    )  # fmt: skip
+    add(
+        "--num-layers", type=int, metavar="L",
+        help="number of blocks: replaces a GPT-2 or Llama shape's own; required for transformer-lm and "
+        "amoebanet-d",
+    )  # fmt: skip
+    add("--num-filters", type=int, metavar="D", help="of amoebanet-d, with --num-layers")
+    add(
+        "--bytes", action="store_true",
+        help="only whether it fits as one pipeline over all accelerators, and where it is cut: in seconds, "
+        "with nothing timed; by default under gpipe, everything recomputed, in the fewest micro-batches",
+    )  # fmt: skip
+    add = verb.add_argument_group("your machines").add_argument
+    add("--accelerators", type=int, required=True, metavar="N", help="of all hosts together")
+    add("--memory-gib", type=float, metavar="GIB", help="of each accelerator; needed without --card")
+    add(
+        "--card", metavar="TFLOPS,GIB,GB/S",
+        help="an accelerator that has no name here: its peak in 16 bits, memory, and the memory's rate",
+    )  # fmt: skip
+    add(
+        "--reserve-gib", type=float, metavar="GIB",
+        help="held back on each for what is no tensor: context, kernels, workspaces, buffers of collectives; "
+        "default: 1.5 of an accelerator that is named, else 0",
+    )  # fmt: skip
+    add("--hosts", type=int, default=1, metavar="N", help="default: %(default)s")
+    add(
+        "--device-type", default="measured", metavar="NAME",
+        help="an accelerator by its name, such as h100, whose seconds are modelled (a roofline); default: "
+        "measured, the layers are timed on this machine",
+    )  # fmt: skip
+    add(
+        "--link", metavar="LINK",
+        help="inside a host: nvlink, pcie, infiniband, ethernet or a preset; default: nvlink where the "
+        "accelerator has it, else pcie; loopback where the layers are timed here",
+    )  # fmt: skip
+    add("--between", metavar="LINK", help="between hosts, likewise; needed with --hosts")
+    add(
+        "--network-cards", type=int, metavar="N", dest="cards",
+        help="of a host; default: one for each accelerator where NVLink connects them, else 1",
+    )  # fmt: skip
+    add = verb.add_argument_group("how it is trained").add_argument
+    add("--seq-len", type=int, metavar="T", help="tokens of an example, in the place of the shape's own")
+    add(
+        "--batch-size", type=int, metavar="N",
+        help="examples of a mini-batch, of all replicas; may be left out with --bytes",
+    )  # fmt: skip
+    add("--optimizer", choices=("sgd", "rmsprop", "adam"), default="adam", help="default: %(default)s")
+    add(
+        "--precision", choices=tuple(PRECISIONS), default="float32", metavar="TYPE",
+        help="float32; bf16 or fp16 mixed (weights stay float32, fp16 scales its loss); bf16-pure for "
+        "everything in bfloat16; default: %(default)s",
+    )  # fmt: skip
+    add(
+        "--compiled", action="store_true",
+        help="layers run under torch.compile: bytes are those of eager layers, an upper estimate",
+    )  # fmt: skip
+    add = verb.add_argument_group(
+        "what is tried", "everything by default, but for tensor parallelism; each may be repeated"
+    ).add_argument
+    add(
+        "--schedule", action="append", default=[], metavar="NAME",
+        help=f"only this one, of {', '.join(NAMED)}",
+    )  # fmt: skip
+    add(
+        "--num-microbatches", action="append", type=int, default=[], metavar="M",
+        help="only so many micro-batches, of each replica",
+    )  # fmt: skip
+    add(
+        "--remat", action="append", choices=REMATS, default=[], metavar="WHAT",
+        help=f"only this recomputation, of {', '.join(REMATS)}",
+    )  # fmt: skip
+    add("--pp", action="append", type=int, default=[], metavar="K", help="only so many workers of a pipeline")
+    add(
+        "--tp", action="append", type=int, default=[], metavar="N",
+        help="so many accelerators that compute a layer together; needs a model that says how; default: 1",
+    )  # fmt: skip
+    add("--no-fsdp", action="store_true", help="every replica holds all parameters")
+    add = verb.add_argument_group("how layers are timed, where no accelerator is named").add_argument
+    add(
+        "--probe-rounds", type=int, default=4, metavar="N",
+        help="rounds of steps, each of every micro-batch size in every way; default: %(default)s",
+    )  # fmt: skip
+    add = verb.add_argument_group("what is printed and written").add_argument
+    add("--top", type=int, default=5, metavar="N", help="plans to print; default: %(default)s")
+    add("--script", type=Path, metavar="FILE.py", help="write the script that trains as planned")
+    add(
+        "--format", choices=tuple(FORMATS),
+        help="what it is: a script on this engine or on torch.distributed.pipelining, settings for "
+        "torchtitan, or flags of Megatron-LM; only what it can say is tried, and predicted as it runs there; "
+        "default: script, where --script is given",
+    )  # fmt: skip
+    add(
+        "--full", action="store_true",
+        help="also where each number comes from, and the script",
+    )  # fmt: skip
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what cannot be planned."""
     if arguments.bytes:
         return _only_bytes(arguments)
     if arguments.batch_size is None:
         raise ValueError("--batch-size is needed: the examples of a mini-batch, such as 32; or give --bytes")
-    request = request_of(arguments)
+    request, possible, remats = request_of(arguments), Space.schedules, REMATS
     name, form = str(arguments.script or NAME), arguments.format or "script"
     is_written = bool(arguments.script or arguments.format)
     if is_written:
         check_asked(form, arguments.schedule, request.optimizer, name, request.precision)
-        request = replace(request, autocast=form == "script")
-    known = FORMATS[form]
-    if unsaid := [each for each in arguments.remat if is_written and each not in known.remats]:
-        raise ValueError(f"--remat {unsaid[0]} with --format {form}: use one of {', '.join(known.remats)}")
-    possible = tuple(each for each in Space.schedules if not is_written or each in known.schedules)
+        request, remats = replace(request, autocast=form == "script"), FORMATS[form].remats
+        possible = tuple(each for each in possible if each in FORMATS[form].schedules)
+        if unsaid := [each for each in arguments.remat if each not in remats]:
+            raise ValueError(f"--remat {unsaid[0]} with --format {form}: use one of {', '.join(remats)}")
     space = Space(
         schedules=tuple(arguments.schedule) or possible,
         possible=possible,
         microbatches=tuple(arguments.num_microbatches) or None,
         pp=tuple(arguments.pp) or None,
         tp=tuple(arguments.tp) or (1,),
-        remats=tuple(arguments.remat) or (known.remats if is_written else REMATS),
+        remats=tuple(arguments.remat) or remats,
         sharded=not arguments.no_fsdp,
     )
     from gpipe_bench.planner.answer import plan
@@ -90,29 +197,14 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{remat_of(as_run.candidate)} recomputed"
             )
         warn(*(f"not as planned: {each}" for each in written.differs))
-    if arguments.script is not None and written is not None:
-        write_text("--script", arguments.script, written.text)
-        if written.rows:
-            write_text("--script", arguments.script.with_suffix(".csv"), written.rows)
+        if arguments.script is not None:
+            write_text("--script", arguments.script, written.text)
+            if written.rows:
+                write_text("--script", arguments.script.with_suffix(".csv"), written.rows)
     tell(
         arguments, [found.describe() | facts],
         lambda: text(found, written, arguments.script, full=arguments.full),
     )  # fmt: skip
-    return DONE
-
-
-def _only_bytes(arguments: argparse.Namespace) -> int:
-    check_counts(arguments, "accelerators", "batch_size", "num_layers", "num_filters", "num_microbatches")
-    from gpipe_bench.planner.accelerators import accelerator
-
-    model = _model(arguments)
-    arguments.batch_size = model.batch_size
-    request = request_of(arguments)
-    if request.device_type != MEASURED:
-        on = accelerator(request.device_type, request.precision)
-        model = replace(model, attention=on.attention)
-    found = placed(model, request, *_one_pipeline(model, arguments))
-    tell(arguments, [facts(model, request, found)], lambda: text_of_bytes(model, request, found))
     return DONE
 
 
@@ -132,6 +224,59 @@ def _model(arguments: argparse.Namespace) -> Model:
     if found.why_not_one is not None:
         warn(f"{found.name} takes no micro-batches of one example, which are left out: {found.why_not_one}")
     return found
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """The request that the options describe. Raises ValueError, naming value and remedy."""
+    check_counts(
+        arguments, "accelerators", "batch_size", "hosts", "top", "num_layers", "num_filters", "pp", "tp",
+        "num_microbatches", "cards", "probe_rounds",
+    )  # fmt: skip
+    from gpipe_bench.planner.accelerators import accelerator
+
+    if arguments.card is not None:
+        accelerator(arguments.card if "," in arguments.card else f"{arguments.card},")
+        arguments.device_type = arguments.card
+        if arguments.memory_gib is None:
+            arguments.memory_gib = float(arguments.card.split(",")[1])
+    if arguments.memory_gib is None:
+        raise ValueError("--memory-gib is needed: the GiB of one accelerator, such as 24")
+    device, precision = arguments.device_type, PRECISIONS[arguments.precision]
+    if device != MEASURED:
+        try:
+            accelerator(device, precision)
+        except ValueError as error:
+            raise ValueError(f"--device-type {device}: {error}") from error
+    between = _link("--between", arguments.between, device) if arguments.between else None
+    if arguments.hosts > 1 and between is None:
+        raise ValueError(f"--hosts {arguments.hosts} needs --between LINK, such as infiniband")
+    if arguments.hosts == 1 and between is not None:
+        raise ValueError(f"--between {arguments.between}: there is one host; give --hosts N, or leave it out")
+    held = arguments.reserve_gib
+    return Request(
+        accelerators=arguments.accelerators,
+        memory_bytes=_bytes("--memory-gib", arguments.memory_gib, 2**-20),
+        batch_size=arguments.batch_size, link=_link("--link", arguments.link, device),
+        between=between, hosts=arguments.hosts, optimizer=arguments.optimizer,
+        precision=precision, device_type=device, compiled=arguments.compiled,
+        reserve_bytes=None if held is None else _bytes("--reserve-gib", held, 0), cards=arguments.cards,
+    )  # fmt: skip
+
+
+def _link(option: str, name: str | None, device_type: str) -> Link:
+    try:
+        if name is not None:
+            return link_named(name, device_type)
+        return LINKS["loopback"] if device_type == MEASURED else link_within(device_type)
+    except ValueError as error:
+        raise ValueError(f"{option}{f' {name}' if name else ''}: {error}") from error
+
+
+def _bytes(option: str, gib: float, least: float) -> int:
+    """Raises ValueError for a size that no accelerator has."""
+    if not least <= gib < MOST_GIB:
+        raise ValueError(f"{option} {gib:g}: give the GiB of one accelerator, such as 24")
+    return int(gib * GIB)
 
 
 class _Progress:
@@ -155,7 +300,9 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
     """
     parts = [_best(plan), _next(plan), _cut(plan.best)]
     if full:
-        parts += [_notes(plan)]
+        notes = [f"{what}: {where}" for what, where in plan.best.provenance.items()]
+        notes += [f"{plan.tried} ways laid out, {plan.skipped} left out, which take longer than those"]
+        parts.append("\n".join(fill(note) for note in notes))
     command = plan.command() if written is None else written.command
     if path is not None:
         beside = f", with {path.with_suffix('.csv').name} beside it," * bool(written and written.rows)
@@ -171,7 +318,7 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
         if form != "script":
             how = f"--script {NAME} --format {form} plans for it and writes it"
         how += f" (--format {', '.join(others)}: for others)" if others else ""
-        how = fill(f"{how if form else 'no format here writes it'}; start it with", WIDTH)
+        how = fill(f"{how if form else 'no format here writes it'}; start it with")
         parts.append(f"{how}\n\n{command}")
     return "\n\n".join(part for part in parts if part)
 
@@ -196,7 +343,7 @@ def _best(plan: Plan) -> str:
         f"Of the step: {why}."
         + f" It uses {used} of {request.accelerators} accelerators." * (used < request.accelerators),
     ]
-    return "\n".join(fill(line, WIDTH) for line in lines)
+    return "\n".join(fill(line) for line in lines)
 
 
 def _next(plan: Plan) -> str:
@@ -213,21 +360,11 @@ def _next(plan: Plan) -> str:
     close = any(each.step_s / best.step_s - 1 < TOO_CLOSE for each in plan.predictions[1:])
     notes = ["", f"~ less than {TOO_CLOSE:.0%} slower, as much as predictions err"] if close else []
     columns = ["the next", "M", "recompute", "step", "GiB", "slower"]
-    return (
-        Grid(title="", columns=columns, lines=lines, notes=notes, right=frozenset({1, 4, 5}))
-        .text()
-        .lstrip("\n")
-    )
+    return Grid(columns=columns, lines=lines, notes=notes, right=frozenset({1, 4, 5})).text()
 
 
-def _notes(plan: Plan) -> str:
-    notes = [f"{what}: {where}" for what, where in plan.best.provenance.items()]
-    notes += [f"{plan.tried} ways laid out, {plan.skipped} left out, which take longer than those"]
-    return "\n".join(fill(note, WIDTH) for note in notes)
-
-
-def fill(line: str, width: int) -> str:
-    return textwrap.fill(line, min(width, screen_width()), subsequent_indent="  ", break_on_hyphens=False)
+def fill(line: str) -> str:
+    return textwrap.fill(line, min(WIDTH, screen_width()), subsequent_indent="  ", break_on_hyphens=False)
 
 
 def seconds(value: float) -> str:
@@ -289,52 +426,48 @@ EAGER_BYTES = ", layers compiled (bytes of eager ones, an upper estimate)"
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 
 
-def _one_pipeline(model: Model, arguments: argparse.Namespace) -> tuple[str, str, int | None]:
-    """Schedule, what is recomputed, and the number of micro-batches, where it is said."""
+def _only_bytes(arguments: argparse.Namespace) -> int:
+    """Plans one pipeline over all accelerators. Raises ValueError for what is about anything else."""
     for option in ("pp", "tp", "hosts", "between", "cards", "script", "format", "no_fsdp"):
         given = getattr(arguments, option)
         if given not in (None, [], False, 1):
             words = f"--{option.replace('_', '-')}" + (f" {given}" if given is not True else "")
             raise ValueError(f"{words}: --bytes is about one pipeline over all accelerators; leave one out")
-    chosen: list[Any] = []
+    chosen: dict[str, Any] = {}
     for option, usual in (("schedule", "gpipe"), ("remat", "always"), ("num_microbatches", None)):
         several = getattr(arguments, option)
         if len(several) > 1:
             words = f"--{option.replace('_', '-')} {several[1]}"
             raise ValueError(f"{words}: --bytes takes one of them; leave the others out")
-        chosen.append(several[0] if several else usual)
-    name, remat, number = chosen
-    if name not in NAMED:
-        raise ValueError(f"--schedule {name}: there is no such schedule; choose one of {', '.join(NAMED)}")
-    if arguments.compiled and splits(name):
-        whole = ", ".join(each for each in NAMED if not splits(each))
-        raise ValueError(
-            f"--compiled with --schedule {name}: a compiled layer's backward is not split in two; choose one "
-            f"of {whole}"
-        )
-    stages, layers = named(name, arguments.accelerators, 1).num_stages, len(model.layers)
-    if stages > layers:
-        raise ValueError(f"cannot cut {layers} layers into {stages} stages: use at most {layers}")
-    counts = divisors(model.batch_size)
-    if number is not None and number not in counts:
-        raise ValueError(
-            f"--num-microbatches {number} does not divide the mini-batch of {model.batch_size}; use one of "
-            f"{', '.join(map(str, counts))}"
-        )
-    return name, remat, number
+        chosen[option] = several[0] if several else usual
+    check_counts(arguments, "accelerators", "batch_size", "num_layers", "num_filters", "num_microbatches")
+    from gpipe_bench.planner.accelerators import accelerator
+
+    model = _model(arguments)
+    arguments.batch_size = model.batch_size
+    request = request_of(arguments)
+    if request.device_type != MEASURED:
+        on = accelerator(request.device_type, request.precision)
+        model = replace(model, attention=on.attention)
+    number = chosen["num_microbatches"]
+    space = Space(
+        schedules=(chosen["schedule"],),
+        pp=(request.accelerators,),
+        sharded=False,
+        microbatches=None if number is None else (number,),
+        remats=(chosen["remat"],),
+    )
+    found = _placed(model, request, space)
+    tell(arguments, [facts(model, request, found)], lambda: text_of_bytes(model, request, found))
+    return DONE
 
 
-def placed(model: Model, request: Request, schedule: str, remat: str, number: int | None) -> Found:
+def _placed(model: Model, request: Request, space: Space) -> Found:
     """The model's cut with the smallest peak, with the fewest micro-batches that fit where none are given.
 
     Raises ValueError, naming what would do, where it does not fit.
     """
     from gpipe_bench.planner.answer import nothing_fits, on_engine, smallest
-
-    given = None if number is None else (number,)
-    space = Space(
-        schedules=(schedule,), pp=(request.accelerators,), sharded=False, microbatches=given, remats=(remat,)
-    )
 
     check(request, on_engine(model, request, space), len(model.layers))
 
@@ -346,7 +479,7 @@ def placed(model: Model, request: Request, schedule: str, remat: str, number: in
     most = least(space)
     if most.peak > request.usable_bytes:
         raise ValueError(nothing_fits(model, request, space, most, as_one=True))
-    for count in () if number is not None else divisors(model.batch_size)[:-1]:
+    for count in divisors(model.batch_size)[:-1] if space.microbatches is None else ():
         fewer = least(replace(space, microbatches=(count,)))
         if fewer.peak <= request.usable_bytes:
             return fewer

@@ -291,41 +291,33 @@ def wait_until(end_s: float) -> None:
         pass
 
 
-class _Scaled(torch.autograd.Function):
+class _Waited(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        end_s = time.perf_counter() + forward_s
-        ctx.save_for_backward(x, weight)
-        ctx.backward_s = backward_s
-        scaled = x * weight[0]
-        wait_until(end_s)
-        return scaled
+    def forward(ctx: Any, x: Tensor, wait_s: float) -> Tensor:
+        ctx.wait_s = wait_s
+        wait_until(time.perf_counter() + wait_s)
+        return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        end_s = time.perf_counter() + ctx.backward_s
-        x, weight = ctx.saved_tensors
-        of_weight = torch.zeros_like(weight)
-        of_weight[0] = (gradient * x).sum()
-        wait_until(end_s)
-        return gradient * weight[0], of_weight, None, None
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        wait_until(time.perf_counter() + ctx.wait_s)
+        return gradients[0], None
 
 
 class Waiting(nn.Module):
-    """Takes `forward_s` and `backward_s` and has one parameter of `numel` float32 numbers."""
+    """Multiplies by its one parameter, and takes as long, forward and back."""
 
-    def __init__(self, numel: int, forward_s: float, backward_s: float) -> None:
+    def __init__(self, wait_s: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(numel))
-        self.forward_s, self.backward_s = forward_s, backward_s
+        self.weight, self.wait_s = nn.Parameter(torch.ones(WIDTH)), wait_s
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = _Scaled.apply(x, self.weight, self.forward_s, self.backward_s)  # type: ignore[no-untyped-call]
+        found: Tensor = _Waited.apply(x * self.weight, self.wait_s)  # type: ignore[no-untyped-call]
         return found
 
 
 MADE_UP: dict[str, Callable[..., list[nn.Module]]] = {
-    "waiting": lambda num_layers, wait_s: [Waiting(WIDTH, wait_s, wait_s) for _ in range(num_layers)],
+    "waiting": lambda num_layers, wait_s: [Waiting(wait_s) for _ in range(num_layers)],
     "linear": lambda num_layers: [nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)],
 }
 """Models that compute next to nothing: builders of their layers."""

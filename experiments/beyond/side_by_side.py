@@ -69,14 +69,13 @@ def take_turns(
     from torch import distributed as dist
 
     from gpipe_bench.pipeline.clock import conditions
-    from gpipe_bench.planner.timing import CPU, settle
-    from gpipe_bench.planner.timing import time_step as time_on
+    from gpipe_bench.planner.timing import CPU, settle, time_step
 
-    time_step = partial(time_on, device=device or CPU)
+    timed = partial(time_step, layers=layers, device=device or CPU)
 
     def repeats(step: Callable[[], object] | None) -> int:
         """Steps per sample, in every process as many as the slowest needs to fill a sample."""
-        step_s = torch.tensor([time_step(step, layers, repeats=CALIBRATION_STEPS)], dtype=torch.float64)
+        step_s = torch.tensor([timed(step, repeats=CALIBRATION_STEPS)], dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(step_s, dist.ReduceOp.MAX)
         return repeats_for([float(step_s)])
@@ -86,7 +85,7 @@ def take_turns(
     times: dict[str, list[float]] = {variant: [] for variant in steps}
     start = Usage.now()
     for variant in turns(list(steps), num_rounds, seed):
-        times[variant].append(time_step(steps[variant], layers, repeats=num_steps[variant]))
+        times[variant].append(timed(steps[variant], repeats=num_steps[variant]))
     return Found(times, Usage.now().since(start), conditions(), {})
 
 
@@ -113,18 +112,11 @@ def side_by_side(
         found = take(rounds)
         times = slowest([each.times for each in found])
         outcome = numbers(times, found)
-        ratios = against_itself(times, control)
-        metrics = (
-            *outcome.metrics,
-            *conditions_of(found, ratios, "our first sample of a round / second"),
-        )
-        details = {
-            "rounds": rounds,
-            **outcome.details,
-            **facts_of(found, metrics),
-            "cpu_s": [each.usage.cpu_s for each in found],
-        }
-        return replace(outcome, metrics=metrics, details=details)
+        note = "our first sample of a round / second"
+        metrics = [*outcome.metrics, *conditions_of(found, against_itself(times, control), note)]
+        details = {"rounds": rounds, **outcome.details, **facts_of(found, metrics)}
+        details["cpu_s"] = [each.usage.cpu_s for each in found]
+        return replace(outcome, metrics=tuple(metrics), details=details)
 
     first = measured(rounds)
     if not again or first.status != "done" or "void" not in first.details:
@@ -135,8 +127,8 @@ def side_by_side(
 
 def conditions_of(found: Sequence[Found], ratios: Sequence[float], note: str) -> list[Metric]:
     """Metrics that tell how far a case can be trusted: the control's ratios, and what else ran meanwhile."""
-    others = used_by_others([each.usage for each in found])
     share = "share of the machine's cores that other programs used meanwhile"
+    others = used_by_others([each.usage for each in found])
     return [
         from_samples("control", ratios, "ratio", note=note),
         Metric("used by others", others, "ratio", "measured", note=share),
@@ -198,11 +190,9 @@ def is_faster(ratio: Metric, control: Metric | None) -> bool | None:
     low, high = ratio.low, ratio.high
     if not ratio.value or low is None or high is None or low <= 1 <= high:
         return None
-    if control is not None and control.low and control.high:
-        floor = max(abs(math.log(control.low)), abs(math.log(control.high)))
-        if abs(math.log(ratio.value)) < floor:
-            return None
-    return ratio.value > 1
+    ends = (control.low, control.high) if control is not None else ()
+    floor = max((abs(math.log(end)) for end in ends if end), default=0.0)
+    return None if abs(math.log(ratio.value)) < floor else ratio.value > 1
 
 
 def measured(metric: Metric) -> str:

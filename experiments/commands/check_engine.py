@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, lines_only, tell
 from gpipe_bench.harness.report.grid import SCREEN, Grid, within
@@ -53,24 +53,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(conclusion, file=sys.stderr)
 
+    def line(row: Row) -> list[str]:
+        found = OK if row.verdict == OK else f"{row.verdict}: {row.text.partition('; ')[0]}"
+        return [row.case, row.expected, found, row.meaning if row.verdict in (BROKEN, FAILED) else ""]
+
     def text() -> str:
-        parts = [conclusion]
+        parts, columns = [conclusion], ["case", "expected", "found", "for training"]
         with within(SCREEN):
             for place, cases in groupby(rows, key=lambda row: row.place):
-                parts.append(
-                    Grid(
-                        title=f"in {place}" if place == "one process" else f"over {place}",
-                        columns=["case", "expected", "found", "for training"],
-                        lines=[
-                            [
-                                row.case, row.expected,
-                                OK if row.verdict == OK else f"{row.verdict}: {row.text.partition('; ')[0]}",
-                                row.meaning if row.verdict in (BROKEN, FAILED) else "",
-                            ]
-                            for row in cases
-                        ],
-                    ).text()
-                )  # fmt: skip
+                title = f"in {place}" if place == "one process" else f"over {place}"
+                parts.append(Grid(title=title, columns=columns, lines=[*map(line, cases)]).text())
         met = {row.case: row.source for row in bad if row.source}
         if met:
             parts.append("\n".join(["others have met", *(f"  {case}: {url}" for case, url in met.items())]))
@@ -96,14 +88,13 @@ def _rows(engine: str, timeout_s: float) -> list[Row]:
         """The plugin "found", in which the tests leave their results."""
 
         __name__ = "found"
-        rows: list[Row]
+        rows: ClassVar[list[Row]] = []
         ended: BaseException | None = None
 
         def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
             self.ended = excinfo.value  # or what pytest.exit raises
 
     found = Found()
-    found.rows = []
     words = ["--pyargs", "gpipe_bench.conformance", "-p", "gpipe_bench.conformance.options", "-s"]
     words += ["--engine", engine, "--engine-timeout-s", str(timeout_s)]
     words += ["-c", os.devnull, "--rootdir", os.getcwd(), "--noconftest"]  # a user's are for his own tests

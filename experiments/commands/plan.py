@@ -8,14 +8,16 @@ import argparse
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.commands.output import DONE, check_counts, screen_width, tell, warn, write_text
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.pipeline.plan.links import LINKS, Link
+from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.planner.candidate import REMATS
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
@@ -114,21 +116,15 @@ def options(verb: argparse.ArgumentParser) -> None:
     add = verb.add_argument_group(
         "what is tried", "everything by default, but for tensor parallelism; each may be repeated"
     ).add_argument
-    add(
-        "--schedule", action="append", default=[], metavar="NAME",
-        help=f"only this one, of {', '.join(NAMED)}",
-    )  # fmt: skip
-    add(
-        "--num-microbatches", action="append", type=int, default=[], metavar="M",
-        help="only so many micro-batches, of each replica",
-    )  # fmt: skip
-    add(
-        "--remat", action="append", choices=REMATS, default=[], metavar="WHAT",
-        help=f"only this recomputation, of {', '.join(REMATS)}",
-    )  # fmt: skip
-    add("--pp", action="append", type=int, default=[], metavar="K", help="only so many workers of a pipeline")
-    add(
-        "--tp", action="append", type=int, default=[], metavar="N",
+    several = partial(add, action="append", default=[])
+    several("--schedule", metavar="NAME", help=f"only this one, of {', '.join(NAMED)}")
+    several("--num-microbatches", type=int, metavar="M", help="only so many micro-batches, of each replica")
+    several(
+        "--remat", choices=REMATS, metavar="WHAT", help=f"only this recomputation, of {', '.join(REMATS)}"
+    )
+    several("--pp", type=int, metavar="K", help="only so many workers of a pipeline")
+    several(
+        "--tp", type=int, metavar="N",
         help="so many accelerators that compute a layer together; needs a model that says how; default: 1",
     )  # fmt: skip
     add("--no-fsdp", action="store_true", help="every replica holds all parameters")
@@ -146,10 +142,7 @@ def options(verb: argparse.ArgumentParser) -> None:
         "torchtitan, or flags of Megatron-LM; only what it can say is tried, and predicted as it runs there; "
         "default: script, where --script is given",
     )  # fmt: skip
-    add(
-        "--full", action="store_true",
-        help="also where each number comes from, and the script",
-    )  # fmt: skip
+    add("--full", action="store_true", help="also where each number comes from, and the script")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -168,20 +161,16 @@ def run(arguments: argparse.Namespace) -> int:
         if unsaid := [each for each in arguments.remat if each not in remats]:
             raise ValueError(f"--remat {unsaid[0]} with --format {form}: use one of {', '.join(remats)}")
     space = Space(
-        schedules=tuple(arguments.schedule) or possible,
-        possible=possible,
+        schedules=tuple(arguments.schedule) or possible, possible=possible,
         microbatches=tuple(arguments.num_microbatches) or None,
-        pp=tuple(arguments.pp) or None,
-        tp=tuple(arguments.tp) or (1,),
-        remats=tuple(arguments.remat) or remats,
-        sharded=not arguments.no_fsdp,
-    )
+        pp=tuple(arguments.pp) or None, tp=tuple(arguments.tp) or (1,),
+        remats=tuple(arguments.remat) or remats, sharded=not arguments.no_fsdp,
+    )  # fmt: skip
     from gpipe_bench.planner.answer import plan
 
     found = plan(
-        _model(arguments), request, space=space, shown=arguments.top,
-        rounds=arguments.probe_rounds, shown_rounds=True,
-        progress=_Progress(),
+        _model(arguments), request, space=space, shown=arguments.top, rounds=arguments.probe_rounds,
+        shown_rounds=True, progress=_Progress(),
     )  # fmt: skip
     facts: dict[str, object] = {}
     written = None
@@ -242,41 +231,40 @@ def request_of(arguments: argparse.Namespace) -> Request:
     if arguments.memory_gib is None:
         raise ValueError("--memory-gib is needed: the GiB of one accelerator, such as 24")
     device, precision = arguments.device_type, PRECISIONS[arguments.precision]
-    if device != MEASURED:
-        try:
+    with _about(f"--device-type {device}"):
+        if device != MEASURED:
             accelerator(device, precision)
-        except ValueError as error:
-            raise ValueError(f"--device-type {device}: {error}") from error
-    between = _link("--between", arguments.between, device) if arguments.between else None
+    with _about(f"--link {arguments.link}" if arguments.link else "--link"):
+        usual = LINKS["loopback"] if device == MEASURED else None
+        link = link_named(arguments.link, device) if arguments.link else usual or link_within(device)
+    with _about(f"--between {arguments.between}"):
+        between = link_named(arguments.between, device) if arguments.between else None
     if arguments.hosts > 1 and between is None:
         raise ValueError(f"--hosts {arguments.hosts} needs --between LINK, such as infiniband")
     if arguments.hosts == 1 and between is not None:
         raise ValueError(f"--between {arguments.between}: there is one host; give --hosts N, or leave it out")
+    given = {"memory-gib": (arguments.memory_gib, 2**-20), "reserve-gib": (arguments.reserve_gib, 0)}
+    for option, (gib, least) in given.items():
+        if gib is not None and not least <= gib < MOST_GIB:
+            raise ValueError(f"--{option} {gib:g}: give the GiB of one accelerator, such as 24")
     held = arguments.reserve_gib
     return Request(
         accelerators=arguments.accelerators,
-        memory_bytes=_bytes("--memory-gib", arguments.memory_gib, 2**-20),
-        batch_size=arguments.batch_size, link=_link("--link", arguments.link, device),
+        memory_bytes=int(arguments.memory_gib * GIB),
+        batch_size=arguments.batch_size or 1, link=link,
         between=between, hosts=arguments.hosts, optimizer=arguments.optimizer,
         precision=precision, device_type=device, compiled=arguments.compiled,
-        reserve_bytes=None if held is None else _bytes("--reserve-gib", held, 0), cards=arguments.cards,
+        reserve_bytes=None if held is None else int(held * GIB), cards=arguments.cards,
     )  # fmt: skip
 
 
-def _link(option: str, name: str | None, device_type: str) -> Link:
+@contextmanager
+def _about(option: str) -> Iterator[None]:
+    """What is wrong in this block is so of that option."""
     try:
-        if name is not None:
-            return link_named(name, device_type)
-        return LINKS["loopback"] if device_type == MEASURED else link_within(device_type)
+        yield
     except ValueError as error:
-        raise ValueError(f"{option}{f' {name}' if name else ''}: {error}") from error
-
-
-def _bytes(option: str, gib: float, least: float) -> int:
-    """Raises ValueError for a size that no accelerator has."""
-    if not least <= gib < MOST_GIB:
-        raise ValueError(f"{option} {gib:g}: give the GiB of one accelerator, such as 24")
-    return int(gib * GIB)
+        raise ValueError(f"{option}: {error}") from error
 
 
 class _Progress:
@@ -314,9 +302,8 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
         )
     else:
         form, *others = plan.forms() or ("",)
-        how = f"--script {NAME} plans for this engine and writes it"
-        if form != "script":
-            how = f"--script {NAME} --format {form} plans for it and writes it"
+        of_form = "" if form == "script" else f" --format {form}"
+        how = f"--script {NAME}{of_form} plans for {'it' if of_form else 'this engine'} and writes it"
         how += f" (--format {', '.join(others)}: for others)" if others else ""
         how = fill(f"{how if form else 'no format here writes it'}; start it with")
         parts.append(f"{how}\n\n{command}")
@@ -327,15 +314,16 @@ def _best(plan: Plan) -> str:
     request, best = plan.request, plan.best
     used = best.candidate.grid.accelerators
     device = "accelerators of this machine" if request.device_type == MEASURED else request.device_type
-    hosts = f"{request.hosts} hosts of {request.per_host} x {device}"
+    hosts = f"{request.per_host} x {device}"
     if request.hosts > 1:
-        hosts += f" with {request.cards_per_host} network card{'s' * (request.cards_per_host > 1)} each"
+        cards = f"{request.cards_per_host} network card{'s' * (request.cards_per_host > 1)}"
+        hosts = f"{request.hosts} hosts of {hosts} with {cards} each"
     parts = sorted(best.parts_s.items(), key=lambda each: -each[1])
     why = ", ".join(f"{part} {s / best.step_s:.0%}" for part, s in parts[:3] if s > 0.01 * best.step_s)
     trained = request.precision + ", compiled" * request.compiled
     lines = [
         f"{plan.model.name}, {plan.model.num_parameters:,} parameters, {trained}, {request.optimizer}, "
-        f"mini-batch {request.batch_size}, on {hosts if request.hosts > 1 else hosts.partition(' of ')[2]}, "
+        f"mini-batch {request.batch_size}, on {hosts}, "
         f"{request.memory_bytes / GIB:g} GiB each, {request.held_back_bytes / GIB:g} held back",
         f"{title_of(best.candidate)}, {best.candidate.num_microbatches} micro-batches, recomputing "
         f"{remat_of(best.candidate)}: {seconds(best.step_s)} a step ({seconds(best.low_s)} to "
@@ -347,17 +335,18 @@ def _best(plan: Plan) -> str:
 
 
 def _next(plan: Plan) -> str:
-    best = plan.best
+    shares = [(each, each.step_s / plan.best.step_s - 1) for each in plan.predictions[1:]]
     lines = [
         [
             title_of(each.candidate), each.candidate.num_microbatches, remat_of(each.candidate),
-            seconds(each.step_s), f"{each.peak / GIB:.2f}", _slower(each, best),
+            seconds(each.step_s), f"{each.peak / GIB:.2f}",
+            f"{'~ ' * (slower < TOO_CLOSE)}+{slower:.1%}",
         ]
-        for each in plan.predictions[1:]
+        for each, slower in shares
     ]  # fmt: skip
     if not lines:
         return ""
-    close = any(each.step_s / best.step_s - 1 < TOO_CLOSE for each in plan.predictions[1:])
+    close = any(slower < TOO_CLOSE for _, slower in shares)
     notes = ["", f"~ less than {TOO_CLOSE:.0%} slower, as much as predictions err"] if close else []
     columns = ["the next", "M", "recompute", "step", "GiB", "slower"]
     return Grid(columns=columns, lines=lines, notes=notes, right=frozenset({1, 4, 5})).text()
@@ -391,12 +380,6 @@ def remat_of(candidate: Candidate) -> str:
     return ", ".join(f"{WORDS[word]} x {candidate.remat.count(word)}" for word in words)
 
 
-def _slower(each: Prediction, best: Prediction) -> str:
-    """`+5.1%`, or `~ +1.6%` where the prediction's error is as large."""
-    share = each.step_s / best.step_s - 1
-    return "-" if each is best else f"{'~ ' * (share < TOO_CLOSE)}+{share:.1%}"
-
-
 def _cut(best: Prediction) -> str:
     candidate = best.candidate
     workers, lines = candidate.rows(1, recomputes=False), []
@@ -412,12 +395,8 @@ def _cut(best: Prediction) -> str:
                 f"{best.peak_bytes[worker] / GIB:.2f}", best.peak_when[worker],
             ]
         )  # fmt: skip
-    return Grid(
-        title="memory of the first",
-        columns=["worker", "stages", "layers", "recompute", "GiB", "at"],
-        lines=lines,
-        right=frozenset({4}),
-    ).text()
+    columns = ["worker", "stages", "layers", "recompute", "GiB", "at"]
+    return Grid(title="memory of the first", columns=columns, lines=lines, right=frozenset({4})).text()
 
 
 # Bytes alone
@@ -433,29 +412,23 @@ def _only_bytes(arguments: argparse.Namespace) -> int:
         if given not in (None, [], False, 1):
             words = f"--{option.replace('_', '-')}" + (f" {given}" if given is not True else "")
             raise ValueError(f"{words}: --bytes is about one pipeline over all accelerators; leave one out")
-    chosen: dict[str, Any] = {}
-    for option, usual in (("schedule", "gpipe"), ("remat", "always"), ("num_microbatches", None)):
-        several = getattr(arguments, option)
-        if len(several) > 1:
-            words = f"--{option.replace('_', '-')} {several[1]}"
+    for option in ("schedule", "remat", "num_microbatches"):
+        if several := getattr(arguments, option)[1:]:
+            words = f"--{option.replace('_', '-')} {several[0]}"
             raise ValueError(f"{words}: --bytes takes one of them; leave the others out")
-        chosen[option] = several[0] if several else usual
-    check_counts(arguments, "accelerators", "batch_size", "num_layers", "num_filters", "num_microbatches")
     from gpipe_bench.planner.accelerators import accelerator
 
-    model = _model(arguments)
-    arguments.batch_size = model.batch_size
-    request = request_of(arguments)
+    request, model = request_of(arguments), _model(arguments)
+    request = replace(request, batch_size=model.batch_size)
     if request.device_type != MEASURED:
         on = accelerator(request.device_type, request.precision)
         model = replace(model, attention=on.attention)
-    number = chosen["num_microbatches"]
     space = Space(
-        schedules=(chosen["schedule"],),
+        schedules=tuple(arguments.schedule) or ("gpipe",),
         pp=(request.accelerators,),
         sharded=False,
-        microbatches=None if number is None else (number,),
-        remats=(chosen["remat"],),
+        microbatches=tuple(arguments.num_microbatches) or None,
+        remats=tuple(arguments.remat) or ("always",),
     )
     found = _placed(model, request, space)
     tell(arguments, [facts(model, request, found)], lambda: text_of_bytes(model, request, found))
@@ -488,8 +461,8 @@ def _placed(model: Model, request: Request, space: Space) -> Found:
 
 def text_of_bytes(model: Model, request: Request, found: Found) -> str:
     """Table of the workers: their stages and layers, and the parts of their fullest moment in GiB."""
-    again = {"always": "every one recomputed", "never": "nothing recomputed"}
     remat = found.candidate.remat[0]  # as all stages recompute
+    again = {"always": "every one recomputed", "never": "nothing recomputed"}
     what = again.get(remat, f"re-materialization {remat}")
     title = (
         f"{model.name}: {model.num_parameters:,} parameters under {found.candidate.schedule} on "
@@ -497,17 +470,13 @@ def text_of_bytes(model: Model, request: Request, found: Found) -> str:
         f"{request.optimizer}, mini-batch {request.batch_size} in {found.candidate.num_microbatches} "
         f"micro-batches, {what}"
         + EAGER_BYTES * request.compiled
-        + (f", {model.attention} attention" if model.attention != "cpu" else "")
-        + (f", {request.held_back_bytes / GIB:g} GiB held back" if request.held_back_bytes else "")
+        + f", {model.attention} attention" * (model.attention != "cpu")
+        + f", {request.held_back_bytes / GIB:g} GiB held back" * bool(request.held_back_bytes)
     )
-    gib: Callable[[int], str] = lambda num_bytes: f"{num_bytes / GIB:.2f}"  # noqa: E731
-    lines = [
-        [
-            worker, " ".join(map(str, stages)), found.layers_of(worker), memory.when, gib(memory.peak),
-            *(gib(getattr(memory, part)) for part in PARTS),
-        ]
-        for worker, (stages, memory) in enumerate(zip(found.homes, found.memory, strict=True))
-    ]  # fmt: skip
+    lines = []
+    for worker, (stages, memory) in enumerate(zip(found.homes, found.memory, strict=True)):
+        gib = [f"{each / GIB:.2f}" for each in (memory.peak, *(getattr(memory, part) for part in PARTS))]
+        lines.append([worker, " ".join(map(str, stages)), found.layers_of(worker), memory.when, *gib])
     headers = ["worker", "stages", "layers", "at", "peak GiB", *(part.replace("_", " ") for part in PARTS)]
     if all(stages == (worker,) for worker, stages in enumerate(found.homes)):
         headers = ["stage", *headers[2:]]
@@ -518,6 +487,7 @@ def text_of_bytes(model: Model, request: Request, found: Found) -> str:
 
 def facts(model: Model, request: Request, found: Found) -> dict[str, Any]:
     """The same as plain data, in bytes."""
+    way = found.candidate
     return {
         "model": model.name,
         "num_parameters": model.num_parameters,
@@ -525,13 +495,11 @@ def facts(model: Model, request: Request, found: Found) -> dict[str, Any]:
         "memory_bytes": request.memory_bytes,
         "reserve_bytes": request.held_back_bytes,
         "batch_size": request.batch_size,
-        "num_microbatches": found.candidate.num_microbatches,
-        "schedule": found.candidate.schedule,
-        "remat": found.candidate.remat[0],
-        "optimizer": request.optimizer,
-        "precision": request.precision,
-        "compiled": request.compiled,
-        "layers_per_stage": [len(stage) for stage in found.candidate.cut],
+        "num_microbatches": way.num_microbatches,
+        "schedule": way.schedule,
+        "remat": way.remat[0],
+        **{name: getattr(request, name) for name in ("optimizer", "precision", "compiled")},
+        "layers_per_stage": [len(stage) for stage in way.cut],
         "workers": [
             {"stages": list(stages), "peak": memory.peak, **asdict(memory)}
             for stages, memory in zip(found.homes, found.memory, strict=True)

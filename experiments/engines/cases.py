@@ -146,9 +146,7 @@ def frozen(given: Given) -> Said:
 
 def adds_up(given: Given) -> Said:
     """A step without clearing doubles the gradients of the step before."""
-    _begin(given)
-    given.step()
-    once = left(given.setup)
+    once = _begin(given)
     given.step(clean=False)
     twice = left(given.setup)
     if same(twice, {name: 2 * gradient for name, gradient in once.items()}):
@@ -158,18 +156,18 @@ def adds_up(given: Given) -> Said:
     return FAILED, f"two steps do not leave the sum of their gradients but {of}; a step must add to .grad"
 
 
-def _begin(given: Given) -> None:
-    """Two steps of training, and the mini-batch of the third."""
+def _begin(given: Given) -> dict[str, Tensor]:
+    """Two steps of training, and the gradients of the third."""
     for _ in given.train(2):
         pass
     given.draw(3)
+    given.step()
+    return left(given.setup)
 
 
 def scaled(given: Given) -> Said:
     """A scaled loss scales the gradients of the step before."""
-    _begin(given)
-    given.step()
-    once = left(given.setup)
+    once = _begin(given)
     given.step(lambda *values: _SCALE * mean_square(*values))
     found = left(given.setup)
     if not same(found, {name: _SCALE * gradient for name, gradient in once.items()}):

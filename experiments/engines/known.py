@@ -1,11 +1,7 @@
 """The engines that the experiments know: ours and those it is measured against.
 
-All get the same `Setup`, work on the very same modules and differ in nothing but the engine. What an engine
-can't do is a ValueError when it is built or, where it depends on the batch, when it steps. Where an engine
-recomputes in its own way, its docstring says so.
-
-A schedule of ours can be set beside torch's of the same name. What is private there is the same from torch
-2.11 to 2.13.
+All work on the very same modules. What an engine can't do is a ValueError when it is built or, where it
+depends on the batch, when it steps. What is private in torch's is the same from torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -34,14 +30,9 @@ class Ours:
 
     def __init__(self, setup: Setup) -> None:
         self.pipeline = Pipeline(
-            setup.layers,
-            partition=setup.partition,
-            num_microbatches=setup.num_microbatches,
-            schedule=self.schedule,
-            remat=setup.remat,
-            group=setup.group,
-            share_memory=self.share_memory,
-        )
+            setup.layers, partition=setup.partition, num_microbatches=setup.num_microbatches,
+            schedule=self.schedule, remat=setup.remat, group=setup.group, share_memory=self.share_memory,
+        )  # fmt: skip
 
     def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor:
         return self.pipeline.step(batch, target, loss_fn)

@@ -1,11 +1,11 @@
-"""Runs somebody else's code in processes of its own, and says in one line what became of it; and the cases
-of `cases.py` so.
+"""Runs somebody else's code in processes of its own, and says in one line what became of it; so are the cases
+of `cases.py` asked.
 
 An engine under test may raise, wait for ever, or take its process with it; none of that shall cost the
-results of others, or the time until a collective operation gives up. The processes are those of
-`pipeline.launch`, each with a clock of its own: one that tells nothing for too long writes where it is, and
-ends. They are ended with all that they have started. So a case in which an engine hangs or ends its
-processes, or raises in one of two, costs that case alone: the next ones run in new processes.
+results of others. Its processes are those of `pipeline.launch`, each with a clock of its own: one that tells
+nothing for too long writes where it is, and ends. They are ended with all that they have started. So a case
+in which an engine hangs or ends its processes, or raises in one of two, costs that case alone: the next ones
+run in new processes.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ def run_isolated(
         timeout_s: between two things that they tell, and until they end
         device: "cpu", or "cuda", of which each gets one
 
-    Raises IsolatedError with one line: the error of the process that is to blame, its signal or status, or
-    where the processes were when time was over.
+    Raises:
+        IsolatedError: the error of the process that is to blame, its signal or status, or where all were
+            when time was over; one line.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as name:
         folder, results, ended = Path(name), [], None

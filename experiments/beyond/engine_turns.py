@@ -135,20 +135,18 @@ def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
     """Layers, mini-batch, targets and loss; the same in every process."""
     torch.manual_seed(job.seed)
     size, device = job.work.microbatch_size * job.chosen.num_microbatches, devices.current(job.chosen.device)
-    if job.work.model in MADE_UP:
-        layers, mse = MADE_UP[job.work.model](**job.options), nn.functional.mse_loss
+    name, loss = job.work.model, nn.functional.mse_loss
+    if name in MADE_UP:
+        layers = MADE_UP[name](**job.options)
         batch, target = torch.randn(size, WIDTH), torch.randn(size, WIDTH)
-        return [layer.to(device) for layer in layers], batch.to(device), target.to(device), mse
-    layers = [layer.to(device) for layer in MODELS[job.work.model](**job.options)]
-    loss: LossFn = loss_fn(job.work.model, **job.options)
-    batch, target = example_batch(job.work.model, size, **job.options)
-    return layers, batch.to(device), target.to(device), loss
+    else:
+        layers, loss = [*MODELS[name](**job.options)], loss_fn(name, **job.options)
+        batch, target = example_batch(name, size, **job.options)
+    return [layer.to(device) for layer in layers], batch.to(device), target.to(device), loss
 
 
 def setup_of(job: Job, layers: Sequence[nn.Module], layers_s: Sequence[float], name: str) -> Setup:
-    """Setup of a variant in this process: as many stages as the case has, or as its engine is made
-    for.
-    """
+    """Setup of a variant in this process: as many stages as the case has, or as its engine is made for."""
     engine, remat = job.engines[name]
     place = () if job.chosen.in_process else placement_of(engine)
     return Setup(
@@ -197,28 +195,21 @@ def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:
 # Baselines for an engine's own cost
 
 
-class _MicroBatches:
-    """Divides a mini-batch once, since only its steps are timed."""
+class Plain:
+    """The plain model in this process, micro-batch by micro-batch. The mini-batch is divided once, since
+    steps alone are timed.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.count = setup, setup.num_microbatches
+        self.model = nn.Sequential(*setup.layers)
         self.batch: Tensor | None = None
         self.parts: list[tuple[Tensor, Tensor]] = []
 
     def divide(self, batch: Tensor, target: Tensor) -> None:
         if batch is not self.batch:
-            self.batch, self.parts = batch, self.divided(batch, target)
-
-    def divided(self, batch: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(batch.chunk(self.count), target.chunk(self.count), strict=True))
-
-
-class Plain(_MicroBatches):
-    """The plain model in this process, micro-batch by micro-batch."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.model = nn.Sequential(*setup.layers)
+            self.batch = batch
+            self.parts = list(zip(batch.chunk(self.count), target.chunk(self.count), strict=True))
 
     def step(self, batch: Tensor, target: Tensor, loss_fn: LossFn) -> None:
         self.divide(batch, target)
@@ -235,7 +226,7 @@ def is_idle(engine: object) -> bool:
     return isinstance(engine, PlainAlone) and dist.get_rank() > 0
 
 
-class Bare(_MicroBatches):
+class Bare(Plain):
     """Runs this process's layers alone: the same micro-batches and recomputations, no engine, no messages.
     Where they are one stage of several, that stage's inputs and gradients are made up.
     """
@@ -247,13 +238,14 @@ class Bare(_MicroBatches):
         self.model = nn.Sequential(*setup.local_layers)
         self.gradient: Tensor | None = None
 
-    def divided(self, batch: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
-        before = range(self.stage or 0)
-        with torch.no_grad():
-            arriving = nn.Sequential(*(each for k in before for each in self.setup.stage_layers(k)))(batch)
-            parts = super().divided(arriving, target)
-            self.gradient = None if self.is_last else torch.ones_like(self.model(parts[0][0]))
-        return parts
+    def divide(self, batch: Tensor, target: Tensor) -> None:
+        if batch is not self.batch:
+            super().divide(batch, target)
+            before = [each for k in range(self.stage or 0) for each in self.setup.stage_layers(k)]
+            with torch.no_grad():
+                arriving = nn.Sequential(*before)
+                self.parts = [(arriving(inputs), wanted) for inputs, wanted in self.parts]
+                self.gradient = None if self.is_last else torch.ones_like(self.model(self.parts[0][0]))
 
     def step(self, batch: Tensor, target: Tensor, loss_fn: LossFn) -> None:
         self.divide(batch, target)

@@ -198,14 +198,15 @@ def _block(record: Record) -> str:
     faulty, refused = details.get("faulty", {}), details.get("refused", {})
     remat = "not re-materialized" if case["remat"] == "never" else f"re-materialized ({case['remat']})"
     where = "one process per stage" if case["where"] == "processes" else "all stages in one process"
-    gpus = ", GPUs" * ("device" in case)
     title = (
-        f"{WORKLOADS[str(case['workload'])].words}\n  {where}{gpus}, K = {case['num_stages']}, "
-        f"M = {case['num_microbatches']}, {remat}"
+        f"{WORKLOADS[str(case['workload'])].words}\n  {where}{', GPUs' * ('device' in case)}, "
+        f"K = {case['num_stages']}, M = {case['num_microbatches']}, {remat}"
     )
     if record.status != "done" and not faulty:
         return f"{title}: {record.status}: {record.reason}"
     first, (word, why) = next(iter(details["engines"])), _state(record)
+    columns = ["engine", "ms per step [95 %]", f"{first} / its speed", f"{first} is"]
+    columns += ["per action", "of ideal", "peak MiB"]
 
     def line(name: str) -> list[str]:
         step = record.metric("step", engine=name)
@@ -218,22 +219,13 @@ def _block(record: Record) -> str:
         costs = ["" if each is None else measured(each) for each in of_layers]
         return [name, measured(step), *compared, *costs, _peak(record, name)]
 
-    columns = [
-        "engine", "ms per step [95 %]", f"{first} / its speed", f"{first} is", "per action", "of ideal",
-        "peak MiB",
-    ]  # fmt: skip
     lines = [line(name) for name in details["engines"]]
     shown = [place for place in range(len(columns)) if place < 2 or any(line[place] for line in lines)]
     notes = [f"{name} failed: {why}" for name, why in faulty.items()]
     notes += [f"{name} skipped: {why}" for name, why in refused.items()]
-    grid = Grid(
-        title=title,
-        columns=[columns[place] for place in shown],
-        lines=[[line[place] for place in shown] for line in lines],
-        notes=notes,
-    )
-    said = "\n".join([_trust(record), *([why] if why else [])])
-    return "\n\n".join([grid.text(), *_pairs(record, word), said])
+    columns, *lines = [[line[place] for place in shown] for line in (columns, *lines)]
+    grid = Grid(title=title, columns=columns, lines=lines, notes=notes).text()
+    return "\n\n".join([grid, *_pairs(record, word), "\n".join(filter(None, [_trust(record), why]))])
 
 
 def _compared(record: Record, ratio: Metric) -> str:

@@ -1,15 +1,14 @@
 """The one way to time things in turns: variants of a step, in the same processes, judged under a control.
 
 Processes live through all rounds, so that neither start-up nor a cold allocator is measured, and every round
-runs all variants there and back in an order drawn anew (`harness/rounds.py`); only numbers of one
-round are set against each other.
+runs all variants there and back in an order drawn anew (`harness/rounds.py`); only numbers of one round are
+set against each other.
 
 A case's control is one variant against itself, its first sample of each round over its second. Where the
-interval excludes 1 the machine did not hold still, and whatever else the case found is void. It is measured
-once more with more rounds; void again, it is contaminated, and nothing of it is judged. The control's reach
-is the noise floor: a ratio that is no further from its bound than identical code was from 1 is within the
-noise, whatever its own interval says, because an interval of rounds does not see what differs between
-variants for as long as they live. (The guard keeps the same rule, `harness/guard.py`.)
+interval excludes 1 the machine did not hold still, and the case is void. It is measured once more with more
+rounds; void again, it is contaminated, and nothing of it is judged. The control's reach is the noise floor: a
+ratio that is no further from 1 than identical code was is within the noise, whatever its own interval says,
+because an interval of rounds does not see what differs between variants for as long as they live.
 """
 
 from __future__ import annotations

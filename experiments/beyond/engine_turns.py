@@ -222,7 +222,6 @@ class PlainAlone(Plain):
 
 
 def is_idle(engine: object) -> bool:
-    """Whether this process has no part in an engine's steps."""
     return isinstance(engine, PlainAlone) and dist.get_rank() > 0
 
 
@@ -275,7 +274,6 @@ _LATE_S = 0.3e-3
 
 
 def wait_until(end_s: float) -> None:
-    """Returns when `time.perf_counter` has reached `end_s`."""
     left_s = end_s - time.perf_counter()
     if left_s > _LATE_S:
         time.sleep(left_s - _LATE_S)

@@ -229,7 +229,6 @@ def _block(record: Record) -> str:
 
 
 def _compared(record: Record, ratio: Metric) -> str:
-    """The word for a ratio of speeds."""
     words = {True: "faster", False: "slower", None: "within the noise"}
     return words[is_faster(ratio, record.metric("control"))]
 

@@ -326,7 +326,6 @@ class Step:
 
     @property
     def measured_s(self) -> float:
-        """Seconds of a step."""
         if self.step_s:
             return self.step_s
         return self.batch_size * int(self.model().inputs.tensors[0].shape[1]) / self.accelerators / self.speed
@@ -373,7 +372,6 @@ class Step:
 
 @cache
 def steps() -> tuple[Step, ...]:
-    """The steps in results/published-steps.toml."""
     return tuple(Step(**row) for row in tomllib.loads(PATH.read_text(encoding="utf-8"))["step"])
 
 

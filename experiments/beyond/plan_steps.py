@@ -59,7 +59,6 @@ REPLICATED = (("1f1b", "never"), ("1f1b", "always"))
 
 
 def run(planned: Planned, seed: int, device: str) -> Outcome:
-    """The case of a model."""
     found = run_processes(work, NUM_WORKERS, planned, SEED + seed, device, device=device)
     metrics, details = numbers(planned, found)
     drifts = [each.details["drift"] for each in found]
@@ -161,7 +160,6 @@ def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, An
 
 
 def request_of(costs: Costs, planned: Planned) -> Request:
-    """The request that the plan answered."""
     return Request(
         accelerators=NUM_WORKERS, memory_bytes=MEMORY_BYTES, batch_size=planned.batch_size,
         link=costs.link or FREE, optimizer=planned.optimizer,
@@ -327,7 +325,6 @@ def mixer() -> Built:
 
 
 def attending() -> Built:
-    """A model of torch's own attention."""
     width, words = 192, 1000
     blocks = [
         nn.TransformerEncoderLayer(
@@ -351,5 +348,4 @@ class _Transposed(nn.Module):
 
 class _Mean(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
-        """Mean over the places."""
         return value.mean(1)

@@ -151,7 +151,6 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return laid_out(schedule, self.times_ms, Link("their messages", self.message_ms))
 
     def made(self, num_microbatches: int, turns: int | None) -> Schedule:
-        """The schedule itself."""
         if not self.schedule.startswith("generated"):
             return named(self.schedule, self.num_workers, num_microbatches, stages_per_worker=turns)
         place = vee(self.num_workers) if "V" in self.schedule else tuple(range(self.num_workers))
@@ -219,7 +218,6 @@ def run_published(table: str) -> Outcome:
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """An entry for every number on record."""
     return [
         Result(
             table=str(record.case["table"]), row=metric.name, column=str(metric.key["column"]),
@@ -307,7 +305,6 @@ def _table(record: Record, remat: str) -> str:
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """The charts, where they are on record."""
     record = find(records, "done", part=EQUAL, num_workers=CHART_WORKERS)
     if record is None:
         return []

@@ -160,24 +160,20 @@ class Job(NamedTuple):
 
     @property
     def work(self) -> Workload:
-        """The training."""
         return WORKLOADS[self.chosen.workload]
 
     @property
     def options(self) -> dict[str, Any]:
-        """The model's."""
         each = {"small": 2 if self.chosen.in_process else 1, "waiting": 1}.get(self.chosen.workload)
         layers = {"num_layers": each * self.chosen.num_stages} if each else {}
         return {**self.work.options, **layers}
 
     @property
     def num_processes(self) -> int:
-        """One per stage, or one for all."""
         return 1 if self.chosen.in_process else self.chosen.num_stages
 
     @property
     def own(self) -> list[str]:
-        """The names of the user's engines."""
         return [name for name in self.engines if name not in self.chosen.engines]
 
 
@@ -230,7 +226,6 @@ class Planned:
 
     @property
     def source(self) -> Source:
-        """The model that the case's processes build."""
         from gpipe_bench.planner.model import Source
 
         return Source(self.model, None if ":" in self.model else self.options)

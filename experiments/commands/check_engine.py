@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Adds the verb's options to its parser."""
     verb.add_argument(
         "engine", metavar="MODULE:ATTRIBUTE", help="your engine, or one by its name, such as torch-gpipe"
     )

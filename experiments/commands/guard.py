@@ -47,7 +47,6 @@ OF_COMMANDS = ("number", "higher_is_better", "timeout_s")
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Adds the verb's options to its parser."""
     add = verb.add_argument
     add("--base", metavar="REF", help="time the working tree against where it left this revision")
     add(
@@ -213,7 +212,6 @@ def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
 def check_time(
     arguments: argparse.Namespace, subject: Subject, say: Say, *, is_counted: bool
 ) -> list[Finding]:
-    """The second tier."""
     with ExitStack() as stack:
         base = control = stack.enter_context(base_tree(subject.root, arguments.base))
         if subject.command:

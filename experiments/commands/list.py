@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Adds the verb's options to its parser."""
     verb.add_argument(
         "--models", action="store_true", help="instead the model zoo: layers and exact parameters"
     )

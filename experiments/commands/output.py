@@ -118,7 +118,6 @@ def screen_width() -> int:
 
 
 def say(text: str) -> None:
-    """Prints text for people."""
     print(text, flush=True)
 
 

@@ -51,7 +51,6 @@ TOO_CLOSE = 0.03
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Adds the options of `plan` to its parser."""
     add = verb.add_argument
     add(
         "model", metavar="MODEL",
@@ -365,7 +364,6 @@ def seconds(value: float) -> str:
 
 
 def title_of(candidate: Candidate) -> str:
-    """A candidate in a few words."""
     if candidate.grid.pp == 1:
         return str(candidate.grid)
     twice = f" x {candidate.stages_per_worker}" if candidate.stages_per_worker > 1 else ""

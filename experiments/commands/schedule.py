@@ -45,7 +45,6 @@ MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Adds the verb's options to its parser."""
     add = verb.add_argument
     add("name", nargs="?", metavar="NAME", help=f"one of {', '.join(NAMED)}; none with --from")
     add("--workers", type=int, metavar="K", help="processes or devices")
@@ -93,7 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _named(arguments: argparse.Namespace) -> Schedule:
-    """A built-in schedule."""
     known = ", ".join(NAMED)
     if arguments.name is None:
         raise ValueError(f"no schedule; give one of {known}, or --from FILE")
@@ -140,7 +138,6 @@ def _read(path: Path, arguments: argparse.Namespace) -> Schedule:
 
 
 def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """Facts about the schedule, for the text and as JSON."""
     share = schedule.num_workers / schedule.num_stages
     return {
         "schedule": schedule.name,

@@ -122,7 +122,6 @@ class _Watched(torch.autograd.Function):
 
 
 def trains(given: Given) -> Said:
-    """Right gradients, by as many forwards and backwards as asked for."""
     for step in given.train(3):
         said = _counted(step, given)
         if said[0] != OK:

@@ -214,7 +214,6 @@ WIDTH, SEED, STEPS, LEARNING_RATE = 6, 1811, 4, 0.1
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    """The loss: the mean over what it is given."""
     return ((output - target) ** 2).mean()
 
 
@@ -256,7 +255,6 @@ class Given:
         return {name: self.everything[name] for name in named_parameters(self.setup)}
 
     def draw(self, number: int) -> None:
-        """The mini-batch of a step, and the gradients of the uncut model."""
         self.batch, self.target = drawn(len(self.batch), number, self.batch.dtype)
         if self.compares:
             self.everything = reference(self.whole, self.batch, self.target, mean_square)

@@ -118,16 +118,6 @@ class Torchgpipe:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def evaluate(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor:
-        self.model.eval()
-        with torch.no_grad():
-            loss = loss_fn(self.model(batch), target)
-        self.model.train()
-        return loss
-
-    def clip(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-
 
 def why_no_torchgpipe() -> str:
     """The reason why torchgpipe can't run here, "" if it can."""
@@ -230,14 +220,8 @@ class TorchInterleaved(_TorchPipelining):
     schedule, placement = "Interleaved1F1B", loop(2, 2)
 
 
-class TorchZeroBubble(_TorchPipelining):
-    """torch.distributed.pipelining.ScheduleInterleavedZeroBubble, likewise: it splits the backward."""
-
-    schedule, placement = "InterleavedZeroBubble", loop(2, 2)
-
-
 class TorchZBV(_TorchPipelining):
-    """torch.distributed.pipelining.ScheduleZBVZeroBubble, likewise, in a V."""
+    """torch.distributed.pipelining.ScheduleZBVZeroBubble, likewise, in a V: it splits the backward."""
 
     schedule, placement = "ZBVZeroBubble", vee(2)
 

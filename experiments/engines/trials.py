@@ -290,7 +290,6 @@ def trial(tell: Tell, name: str, place: str, chosen: Sequence[tuple[Case, ...]])
 
 
 def _of_all(found: T) -> list[T]:
-    """What each process has found."""
     every = [found] * dist.get_world_size()
     dist.all_gather_object(every, found)
     return every

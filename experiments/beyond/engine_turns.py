@@ -23,8 +23,8 @@ from gpipe_bench.experiments.beyond.side_by_side import Found, take_turns
 from gpipe_bench.experiments.beyond.trainings import Job
 from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
 from gpipe_bench.experiments.engines.known import Ours
-from gpipe_bench.experiments.engines.setup import Engine, LossFn, Setup, build, clear, placement_of
-from gpipe_bench.experiments.engines.trials import Fault, IsolatedError, Tell, run_isolated
+from gpipe_bench.experiments.engines.setup import LossFn, Setup, clear, placement_of
+from gpipe_bench.experiments.engines.trials import Fault, IsolatedError, Tell, built, run_isolated
 from gpipe_bench.experiments.paper.timed.layers import layer_seconds
 from gpipe_bench.experiments.paper.timed.results import samples_of
 from gpipe_bench.models import MODELS, example_batch, loss_fn
@@ -162,20 +162,6 @@ def _seconds(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Sequence[fl
     count, (_, remat) = PARTITION_MICROBATCHES, next(iter(job.engines.values()))
     example = example_batch(job.work.model, job.work.microbatch_size * count, **job.options)
     return layer_seconds(layers, count, loss, *example, remat=remat)
-
-
-def built(name: str, setup: Setup) -> Engine | str:
-    """The engine, or the first reason that any process has why it can't run this: one that a single process
-    can't build is none for all.
-    """
-    reasons: list[str] = [""] * dist.get_world_size()
-    try:
-        found, reason = build(name, setup), ""
-    except ValueError as error:
-        found, reason = None, str(error)
-    dist.all_gather_object(reasons, reason)
-    refusal = next(filter(None, reasons), "")
-    return refusal if found is None or refusal else found
 
 
 def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:

@@ -1,15 +1,13 @@
 """A case that plans and runs: layers are timed on two processes, all ways predicted, and ten of them run.
 
-What is ranked is what the search of `plan` lays out, the function that users ask, where it may choose among
-ways that two processes can take: so errors, rank correlation and regret are those of its answers. It is asked
-for each kind of re-materialization alone, because with all the memory that there is it would recompute
-nothing. The best five are run, and five others that lie evenly in the rest of the ranking, so that a plan
-that is wrong about the slow ones is found out, too.
+What is ranked is what the search of `plan` lays out, where it may choose among ways that two processes can
+take. It is asked for each kind of re-materialization alone, because with all the memory that there is it
+would recompute nothing. The best five run, and five others that lie evenly in the rest of the ranking, so
+that a plan that is wrong about the slow ones is found out, too.
 
-The plan is made from the probes before any of its candidates has taken a step, and is not touched again.
-Then the candidates take turns, there and back in every round, and before and after each step stands the
-reference step of the probes: a prediction is for a machine as fast as it was when the layers were timed, and
-that can be told only by something else that was timed both times.
+The plan is made before any of its candidates has taken a step. Then the candidates take turns, there and back
+in every round, and before and after each step stands the reference step of the probes: a prediction is for a
+machine as fast as it was when the layers were timed, and only something else that was timed both times tells.
 """
 
 from __future__ import annotations
@@ -176,9 +174,8 @@ def ranked(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Predi
 
 
 def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Candidate]:
-    """Candidates that the search of `plan` finds among `WAYS` and `REPLICATED` alone, each with
-    its best cut: for as many accelerators as there are processes, with every number of micro-batches in
-    `numbers`, of which replicas have their shares, for sizes that there are costs of. Equal ones once.
+    """Candidates that the search of `plan` finds among `WAYS` and `REPLICATED` alone, each with its best cut
+    and with every number of micro-batches in `numbers`, of which replicas have their shares. Equal ones once.
     """
     shares = tuple(sorted({number // NUM_WORKERS for number in numbers if number % NUM_WORKERS == 0}))
     found: dict[Any, Candidate] = {}  # by rows and cuts: with few micro-batches some schedules are the same
@@ -273,10 +270,8 @@ def at_reference_s(
     steps_s: Sequence[float],
     speeds: Sequence[Sequence[float]],
 ) -> list[float]:
-    """The steps of the slowest process at the speed that the machine had when the layers were timed.
-
-    A worker that was slower around a step, by its `speeds`, makes the replayed step longer by so much, and
-    the step that ran is made shorter by as much.
+    """The steps of the slowest process at the speed that the machine had when the layers were timed: shorter
+    by as much as the replayed step gets longer with the `speeds` that workers had around it.
     """
     layout = Layout(prediction.candidate, costs, request)
     plain_s = float(layout.timeline().makespan_s)

@@ -7,17 +7,15 @@ costs zero bubble in a V needs the least time, V-Min the least memory without re
 
 Published numbers are rows of results/published-schedules.csv. Qi et al. (Zero Bubble Pipeline Parallelism,
 arXiv 2401.10241) print the seconds of a forward, of both halves of a backward and of a message for each of
-their models, and the share of a worker's time that each schedule then leaves idle: (cost - m (F + B + W)) /
-cost, where the cost is the longest span of a worker from its first action to its last. Nothing is unknown, so
-the replay must come to the same rates; what they found by a search (ZB-1p, ZB-2p, ZB-V) is the generator's
-under the same cap of graphs alive, and another search may beat it. For OLMo-core, torchtitan and Primus,
-bubbles and numbers of live micro-batches follow from the schedule alone. Their ratios of speeds also depend
-on numbers of micro-batches and stages per worker that are not stated, and on kernels and messages, which
-equal costs leave out: each is a range over the former, and what differs beyond it is put down to the latter.
+their models, and the idle share of a worker's time: (cost - m (F + B + W)) / cost, where the cost is the
+longest span of a worker from its first action to its last. Nothing is unknown, so the replay must come to the
+same; what they searched for (ZB-1p, ZB-2p, ZB-V) is the generator's under the same cap of graphs alive, and
+another search may beat it. For OLMo-core, torchtitan and Primus, bubbles and numbers of live micro-batches
+follow from the schedule alone. Their ratios of speeds are ranges over what is not stated, numbers of
+micro-batches and stages per worker; what differs beyond is put down to kernels and messages.
 
 At equal costs a worker's whole share of the model takes one slot forward and two backward, whatever the
-number of its stages, and messages take no time: what is compared are the schedules and nothing else. What
-they take of a real model is for `engines`, which times them, and for `plan`, which chooses one.
+number of its stages, and messages take no time: what is compared are the schedules and nothing else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Trainings of `engines` and of `plan`, as data: models scaled to two cores, or for a few GPUs.
-
-Importing this loads no torch, and the processes of a case get their part of it.
+"""Trainings of `engines` and of `plan`, as data: models scaled to two cores, or for a few GPUs. Importing
+this loads no torch.
 """
 
 from __future__ import annotations
@@ -207,8 +206,7 @@ class Planned:
         optimizer: as `Request` has it
         batch_size: N
         numbers: M that the plan may choose, divisors of N
-        rounds: of the probes
-        turns: rounds in which the candidates are run
+        rounds, turns: of the probes, and in which the candidates are run
         chosen, others: how many are run: the best of the plan, and more from the rest of it
     """
 

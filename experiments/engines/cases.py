@@ -124,22 +124,20 @@ class _Watched(torch.autograd.Function):
 def trains(given: Given) -> Said:
     for step in given.train(3):
         said = _counted(step, given)
+        if said[0] == OK:
+            said = _right(given, said[1])
         if said[0] != OK:
-            return said
-        right = _right(given, said[1])
-        if right[0] != OK:
-            return right
-    return right
+            break
+    return said
 
 
 def frozen(given: Given) -> Said:
     local = [p for layer in given.setup.local_layers for p in layer.parameters()]
-    for step in given.train(3):
+    for _ in given.train(3):
         if any(p.grad is not None and not p.requires_grad for p in local):
             return FAILED, "a frozen parameter has a gradient"
         if (said := _right(given))[0] != OK:
-            return said
-        del step
+            break
     return said
 
 

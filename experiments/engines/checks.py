@@ -1,13 +1,13 @@
 """What an engine really does in a step, counted on the layers themselves and held against the plain model.
 
 A benchmark that forgot its micro-batches or its re-materialization has measured something else, and nothing
-in its numbers says so. Therefore every engine is checked before it is timed (`verify`), and the counts stay
-in the records: how many examples each forward of a stage had, how often gradients came back to it, and how
-far the gradients of the mini-batch are from those of the uncut model.
+in its numbers says so. So every engine is checked before it is timed (`verify`), and the counts are recorded:
+how many examples each forward of a stage had, how often gradients came back to it, and how far the gradients
+of the mini-batch are from those of the uncut model.
 
-`check-engine` asks more (`cases`): beside the engine the uncut model takes the same steps, trained alike
-(`Given`). Wrong gradients alone help nobody: stale ones, those of another mini-batch and clipped ones look
-alike. So each known mistake is tried on the uncut model, and the one whose gradients the engine has is named.
+`check-engine` asks more (`cases`): beside the engine the uncut model is trained alike (`Given`). Wrong
+gradients look alike whether they are stale, clipped or another mini-batch's. So each known mistake is tried
+on the uncut model, and the one whose gradients the engine has is named.
 """
 
 from __future__ import annotations
@@ -183,12 +183,11 @@ def verify(
     loss_fn: LossFn,
     expected: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Two steps of an engine: how often its stages ran forward and backward, on how many examples, and how
-    far its gradients are from `expected`, by default the plain model's (`reference`, not possible where the
-    model is too large for one device); what is not among them is not compared. In processes, all must call.
-
-    RuntimeError where a micro-batch is missing or of another size, where a recomputation is missing, and
-    where gradients are wrong. For a record's details.
+    """Two steps of an engine, for a record's details: how often its stages ran forward and backward, on how
+    many examples, and how far its gradients are from `expected`, by default the plain model's (`reference`,
+    not possible where the model is too large for one device); what is not among them is not compared. In
+    processes, all must call. RuntimeError where a micro-batch or a recomputation is missing or of another
+    size, and where gradients are wrong.
     """
     if expected is None:
         expected = reference(setup, batch, target, loss_fn)
@@ -229,9 +228,12 @@ class Step(NamedTuple):
 class Given:
     """An engine, what it was built from, and the uncut model beside it, whose weights are trained alike.
 
-    Where layers draw at random (not `compares`), gradients are not compared; its layers train by its own.
-    `before` are mini-batch and weights of the steps until now; `disturbed` is what a step has changed of what
-    it was given, in words; `everything` are the gradients of the latest step, of all layers.
+    Args:
+        batch, target: the mini-batch
+        everything: the gradients of the latest step, of all layers
+        before: mini-batch and weights of the steps until now
+        disturbed: what a step has changed of what it was given, in words
+        compares: whether gradients are compared; else, as layers draw at random, these train by their own
     """
 
     engine: Engine

@@ -41,7 +41,7 @@ from gpipe_bench.experiments.engines.checks import (
     Said,
     drawn,
 )
-from gpipe_bench.experiments.engines.setup import NoStepError, build, placement_of, resolve
+from gpipe_bench.experiments.engines.setup import Engine, NoStepError, Setup, build, placement_of, resolve
 from gpipe_bench.pipeline.ranks.launch import launch
 
 T = TypeVar("T")
@@ -290,15 +290,26 @@ def trial(tell: Tell, name: str, place: str, chosen: Sequence[tuple[Case, ...]])
 
 
 def _of_all(found: T) -> list[T]:
-    every = [found] * dist.get_world_size()
-    dist.all_gather_object(every, found)
+    every = [found] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(every) > 1:
+        dist.all_gather_object(every, found)
     return every
+
+
+def built(name: str, setup: Setup) -> Engine | str:
+    """The engine, or the first reason that any process has why it can't do this: then all leave it."""
+    engine, reason = None, ""
+    try:
+        engine = build(name, setup)
+    except ValueError as error:
+        reason = fault_of(error).reason.removeprefix("ValueError: ")
+    refusal = next(filter(None, _of_all(reason)), "")
+    return refusal if engine is None or refusal else engine
 
 
 def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = False) -> list[Row]:
     """All findings of a group of cases in this process, the worst of all variations. Over processes what an
-    engine raises is raised: the others may wait for this one; with `raises`, also in one. But what a factory
-    refuses in one, all leave alone.
+    engine raises is raised, as the others may wait for this one; with `raises`, also in one.
     """
     worst: dict[str, Row] = {}
     for count, dtype in VARIATIONS:
@@ -327,19 +338,13 @@ def _examine(
     setup, size = subject(case, () if alone else placement_of(name) or (0, 1), count, dtype)
     plain = copy.deepcopy(setup.layers)
     try:
-        refused, engine = "", None
-        try:
-            engine = build(name, setup)
-        except NoStepError as error:
-            return [_row(place, case, (FAILED, str(error)))]
-        except ValueError as error:
-            refused = _raised(fault_of(error))[1]
-        if not alone:
-            refused = next(filter(None, _of_all(refused)), "")
-        if refused or engine is None:
-            return [_row(place, case, (CANNOT, refused))]
+        engine = built(name, setup)
+        if isinstance(engine, str):
+            return [_row(place, case, (CANNOT, engine))]
         given = Given(engine, setup, plain, *drawn(size, 0, dtype), compares=case.middle != "noise")
         found = first_steps(given) if group == BASE else [case.ask(given)]
+    except NoStepError as error:
+        return [_row(place, case, (FAILED, str(error)))]
     except Exception as error:
         if raises or not alone:
             raise

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
     """Layers, mini-batch, targets and loss; the same in every process."""
     torch.manual_seed(job.seed)
     size, device = job.work.microbatch_size * job.chosen.num_microbatches, devices.current(job.chosen.device)
-    name, loss = job.work.model, nn.functional.mse_loss
+    name, loss = job.work.model, cast(LossFn, nn.functional.mse_loss)
     if name in MADE_UP:
         layers = MADE_UP[name](**job.options)
         batch, target = torch.randn(size, WIDTH), torch.randn(size, WIDTH)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Provenance, Record, of_case
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.verdict import Part, Result, Spread
+from gpipe_bench.harness.verdict import Part, Question, Result, Spread
 from gpipe_bench.pipeline.plan.partition import partition
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
@@ -61,7 +61,10 @@ WORKLOADS = {
 """By what is done and the model's name."""
 SMOKE = ((MODELLED, "AmoebaNet-D (3, 32)"), (COUNTED, "Transformer-6"))
 SECONDS = {MODELLED: 2.0, COUNTED: 15.0}
-ANSWERS = {MODELLED: ("as published", "by shape"), COUNTED: ("here", "as its process wrote them")}
+ANSWERS: dict[str, tuple[Question, str]] = {
+    MODELLED: ("as published", "by shape"),
+    COUNTED: ("here", "as its process wrote them"),
+}
 """By part: the question that it answers, and how."""
 
 

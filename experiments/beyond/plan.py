@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.beyond.side_by_side import measured, trust_of
 from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, MODELS, PART, PREDICTED, STEP
-from gpipe_bench.experiments.drawing import COLORS, picture
+from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Metric, Record, of_case
@@ -211,17 +211,17 @@ def _model(record: Record, ran: DataFrame) -> Table:
 
 BAND = 0.12
 """The worst error that was asked for, either way."""
-TICKS_MS = (5, 10, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700, 1000)
+TICKS_MS = (5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """A panel for each model, where any ran and was not void."""
+    """The picture, where any ran and was not void."""
     shown = picture(
         name="plan-predicted",
         caption="Steps that ran on two processes against their predictions, made before any of them ran",
         alt=(
-            "A panel for each model: a point for each configuration near the diagonal, filled for the "
-            "plan's best five and square for replicas; the grey band is an error of 12 % either way."
+            "A point for each configuration near the diagonal, in its model's colour, a dot where it is among "
+            "the plan's best; the grey band is an error of 12 % either way."
         ),
         draw=partial(_draw, records),
     )
@@ -231,34 +231,28 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 
 def _draw(records: Sequence[Record]) -> Figure:
     """Both axes in milliseconds, logarithmic: shards take several times as long."""
+    import seaborn
     from matplotlib.figure import Figure
 
     every = ran(records)
-    models = every[~every.void].groupby("model", sort=False)
-    columns = min(len(models), 2)
-    rows = -(-len(models) // columns)
-    figure = Figure(figsize=(3.6 * columns, 3.5 * rows), layout="constrained")
-    for place, (model, own) in enumerate(models):
-        axes = figure.add_subplot(rows, columns, place + 1)
-        values = own[["predicted", "measured"]].to_numpy()
-        line = [0.9 * values.min(), 1.05 * values.max()]
-        low, high = ([x * (1 + off) for x in line] for off in (-BAND, BAND))
-        axes.fill_between(line, low, high, color="0.92")
-        axes.plot(line, line, color="0.6", linewidth=0.8)
-        for (others, replicas), points in own.groupby([~own.chosen, own.name.str.startswith("dp")]):
-            axes.plot(
-                points.predicted, points.measured, linestyle="none", marker="s" if replicas else "o",
-                markersize=5, color=COLORS["B"], markerfacecolor="white" if others else COLORS["B"],
-                label=("others" if others else "the plan's best") + ", replicas" * replicas,
-            )  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlim=line, ylim=line)
-        axes.set(xlabel="predicted (ms)", ylabel="measured (ms)")
-        ticks = [tick for tick in TICKS_MS if line[0] <= tick <= line[1]]
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_ticks(ticks, [str(tick) for tick in ticks])
-            axis.set_ticks([], minor=True)
-        axes.set_title(model, fontsize="medium")
-        axes.legend(loc="upper left", frameon=False, fontsize="small")
+    shown = every[~every.void]
+    kinds = shown.chosen.map({True: "the plan's best", False: "others"}).rename("configuration")
+    figure = Figure(figsize=(7.2, 5), layout="constrained")
+    axes = figure.add_subplot()
+    values = shown[["predicted", "measured"]].to_numpy()
+    line = [0.9 * values.min(), 1.05 * values.max()]
+    low, high = ([x * (1 + off) for x in line] for off in (-BAND, BAND))
+    axes.fill_between(line, low, high, color="0.92")
+    axes.plot(line, line, color="0.6", linewidth=0.8)
+    seaborn.scatterplot(
+        shown, x="predicted", y="measured", hue="model", style=kinds,
+        style_order=("the plan's best", "others"), ax=axes,
+    )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="predicted (ms)", ylabel="measured (ms)")
+    axes.minorticks_off()
+    axes.set(xticks=TICKS_MS, xticklabels=TICKS_MS, yticks=TICKS_MS, yticklabels=TICKS_MS)
+    axes.set(xlim=line, ylim=line)
+    seaborn.move_legend(axes, "center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return figure
 
 

@@ -150,7 +150,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _only_bytes(arguments)
     if arguments.batch_size is None:
         raise ValueError("--batch-size is needed: the examples of a mini-batch, such as 32; or give --bytes")
-    request, possible, remats = request_of(arguments), Space.schedules, REMATS
+    request, possible = request_of(arguments), Space.schedules
+    remats: tuple[str, ...] = REMATS
     name, form = str(arguments.script or NAME), arguments.format or "script"
     is_written = bool(arguments.script or arguments.format)
     if is_written:

@@ -361,11 +361,11 @@ def _mistakes(given: Given) -> Iterator[tuple[str, Gradients]]:
     """Mistakes that an engine may have made, in words, with the gradients that each would have left."""
     now = given.batch, given.target
     if given.before:
-        *before, weights = given.before[-1]
+        batch, target, weights = given.before[-1]
         those = "the gradients are those"
         yield f"{those} at the weights of the step before: the engine's are stale", _at(given, *now, weights)
-        yield f"{those} of the mini-batch of the step before", _at(given, *before)
-        yield f"{those} of the step before, mini-batch and weights", _at(given, *before, weights)
+        yield f"{those} of the mini-batch of the step before", _at(given, batch, target)
+        yield f"{those} of the step before, mini-batch and weights", _at(given, batch, target, weights)
         first = _at(given, *now, given.before[0][2])
         yield f"{those} at the first weights: the engine computes with a copy of its own", first
     if given.batch.dtype is torch.float32:

@@ -220,8 +220,8 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         name="plan-predicted",
         caption="Steps that ran on two processes against their predictions, made before any of them ran",
         alt=(
-            "A point for each configuration near the diagonal, in its model's colour, a dot where it is among "
-            "the plan's best; the grey band is an error of 12 % either way."
+            "A point for each configuration near the diagonal, in its model's colour, a dot for the plan's "
+            "best, a cross for others; the grey band is an error of 12 % either way."
         ),
         draw=partial(_draw, records),
     )

@@ -8,7 +8,7 @@ import argparse
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.commands.output import DONE, check_counts, screen_width, tell, warn, write_text
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.planner.candidate import REMATS
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
@@ -36,10 +35,8 @@ PRECISIONS = {
     "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
     "float16": "float16", "fp16": "float16", "bfloat16-pure": "bfloat16-pure", "bf16-pure": "bfloat16-pure",
 }  # fmt: skip
-WIDTH = 100
-"""Columns of an answer."""
-MOST_LINES = 9
-"""Workers whose memory is printed."""
+WIDTH = 100  # columns of an answer
+MOST_LINES = 9  # workers whose memory is printed
 EVERY_S = 10.0
 WORDS = {
     "never": "nothing", "selective": "all but products", "blocks": "blocks", "always": "stages",
@@ -170,7 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = plan(
         _model(arguments), request, space=space, shown=arguments.top, rounds=arguments.probe_rounds,
-        shown_rounds=True, progress=_Progress(),
+        shown_rounds=True, progress=_progress(),
     )  # fmt: skip
     facts: dict[str, object] = {}
     written = None
@@ -231,12 +228,12 @@ def request_of(arguments: argparse.Namespace) -> Request:
     if arguments.memory_gib is None:
         raise ValueError("--memory-gib is needed: the GiB of one accelerator, such as 24")
     device, precision = arguments.device_type, PRECISIONS[arguments.precision]
+    name = arguments.link or ("loopback" if device == MEASURED else "")
     with _about(f"--device-type {device}"):
         if device != MEASURED:
             accelerator(device, precision)
     with _about(f"--link {arguments.link}" if arguments.link else "--link"):
-        usual = LINKS["loopback"] if device == MEASURED else None
-        link = link_named(arguments.link, device) if arguments.link else usual or link_within(device)
+        link = link_named(name, device) if name else link_within(device)
     with _about(f"--between {arguments.between}"):
         between = link_named(arguments.between, device) if arguments.between else None
     if arguments.hosts > 1 and between is None:
@@ -250,8 +247,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     held = arguments.reserve_gib
     return Request(
         accelerators=arguments.accelerators,
-        memory_bytes=int(arguments.memory_gib * GIB),
-        batch_size=arguments.batch_size or 1, link=link,
+        memory_bytes=int(arguments.memory_gib * GIB), batch_size=arguments.batch_size or 1, link=link,
         between=between, hosts=arguments.hosts, optimizer=arguments.optimizer,
         precision=precision, device_type=device, compiled=arguments.compiled,
         reserve_bytes=None if held is None else int(held * GIB), cards=arguments.cards,
@@ -267,19 +263,20 @@ def _about(option: str) -> Iterator[None]:
         raise ValueError(f"{option}: {error}") from error
 
 
-class _Progress:
+def _progress() -> Callable[[str, int, int], None]:
     """Shows progress: on a terminal in one line that is overwritten, elsewhere a line every ten seconds."""
+    said_s = time.monotonic()
 
-    def __init__(self) -> None:
-        self.said_s = time.monotonic()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal said_s
         words = f"{what} {done}/{total}"
         if sys.stderr.isatty():
             print(f"\r{words:<30}", end="\r" if done + 1 >= total else "", file=sys.stderr, flush=True)
-        elif time.monotonic() - self.said_s > EVERY_S:
-            self.said_s = time.monotonic()
+        elif time.monotonic() - said_s > EVERY_S:
+            said_s = time.monotonic()
             print(words, file=sys.stderr, flush=True)
+
+    return show
 
 
 def text(plan: Plan, written: Written | None = None, path: Path | None = None, *, full: bool = False) -> str:
@@ -290,7 +287,7 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
     if full:
         notes = [f"{what}: {where}" for what, where in plan.best.provenance.items()]
         notes += [f"{plan.tried} ways laid out, {plan.skipped} left out, which take longer than those"]
-        parts.append("\n".join(fill(note) for note in notes))
+        parts.append("\n".join(map(fill, notes)))
     command = plan.command() if written is None else written.command
     if path is not None:
         beside = f", with {path.with_suffix('.csv').name} beside it," * bool(written and written.rows)
@@ -415,13 +412,11 @@ def _only_bytes(arguments: argparse.Namespace) -> int:
         if several := getattr(arguments, option)[1:]:
             words = f"--{option.replace('_', '-')} {several[0]}"
             raise ValueError(f"{words}: --bytes takes one of them; leave the others out")
-    from gpipe_bench.planner.accelerators import accelerator
+    from gpipe_bench.planner.answer import as_on
 
     request, model = request_of(arguments), _model(arguments)
     request = replace(request, batch_size=model.batch_size)
-    if request.device_type != MEASURED:
-        on = accelerator(request.device_type, request.precision)
-        model = replace(model, attention=on.attention)
+    model = as_on(model, request)
     space = Space(
         schedules=tuple(arguments.schedule) or ("gpipe",),
         pp=(request.accelerators,),
@@ -474,7 +469,7 @@ def text_of_bytes(model: Model, request: Request, found: Found) -> str:
     )
     lines = []
     for worker, (stages, memory) in enumerate(zip(found.homes, found.memory, strict=True)):
-        gib = [f"{each / GIB:.2f}" for each in (memory.peak, *(getattr(memory, part) for part in PARTS))]
+        gib = [f"{getattr(memory, part) / GIB:.2f}" for part in ("peak", *PARTS)]
         lines.append([worker, " ".join(map(str, stages)), found.layers_of(worker), memory.when, *gib])
     headers = ["worker", "stages", "layers", "at", "peak GiB", *(part.replace("_", " ") for part in PARTS)]
     if all(stages == (worker,) for worker, stages in enumerate(found.homes)):
@@ -490,12 +485,10 @@ def facts(model: Model, request: Request, found: Found) -> dict[str, Any]:
     return {
         "model": model.name,
         "num_parameters": model.num_parameters,
-        "accelerators": request.accelerators,
-        "memory_bytes": request.memory_bytes,
+        **{name: getattr(request, name) for name in ("accelerators", "memory_bytes")},
         "reserve_bytes": request.held_back_bytes,
         "batch_size": request.batch_size,
-        "num_microbatches": way.num_microbatches,
-        "schedule": way.schedule,
+        **{name: getattr(way, name) for name in ("num_microbatches", "schedule")},
         "remat": way.remat[0],
         **{name: getattr(request, name) for name in ("optimizer", "precision", "compiled")},
         "layers_per_stage": [len(stage) for stage in way.cut],

@@ -123,8 +123,9 @@ def numbers(job: Job, faults: Mapping[str, Fault], times: Times, found: Sequence
     threads = "its operations run in threads, which are hardly seen"
     for rank, each in enumerate(found):
         for name, seen in each.details["peak_bytes"].items():
-            peak, note = (None, threads) if seen is None or name == "torchgpipe" else (seen, memory)
+            is_seen = seen is not None and name != "torchgpipe"
             key: dict[str, Scalar] = {"engine": name, "process": rank}
+            peak, note = (seen, memory) if is_seen else (None, threads)
             metrics.append(Metric("peak memory", peak, "bytes", "measured", key=key, note=note))
     actions_ms = {name: 1e3 * s for each in found for name, s in each.details["actions_s"].items()}
     note = "mean over the micro-batches of our latest step"
@@ -253,14 +254,14 @@ def speed_of(record: Record, engine: str, against: str) -> Metric | None:
     inverse = record.metric(SPEED, engine=against, against=engine)
     if found is not None or inverse is None or not inverse.value:
         return found
-    ends = [None if each is None else 1 / each for each in (inverse.high, inverse.low)]
-    return replace(inverse, value=1 / inverse.value, low=ends[0], high=ends[1], samples=())
+    low, high = (None if end is None else 1 / end for end in (inverse.high, inverse.low))
+    return replace(inverse, value=1 / inverse.value, low=low, high=high, samples=())
 
 
 def _state(record: Record) -> tuple[str, str]:
     """Whether anything of the case may be judged, in words, and a sentence about it; see `state_of`."""
     control = record.metric("control")
-    if control is not None and len(control.samples) < LEAST_ROUNDS and record.profile == "smoke":
+    if record.profile == "smoke" and control is not None and len(control.samples) < LEAST_ROUNDS:
         return "too few rounds", (
             f"too few rounds: {len(control.samples)}, whose interval is none; from {LEAST_ROUNDS} on, as in "
             "the profile short, engines are judged"
@@ -270,20 +271,19 @@ def _state(record: Record) -> tuple[str, str]:
 
 def _peak(record: Record, name: str) -> str:
     """`1.20, 0.81`: of every process."""
+    peaks = [each for each in record.metrics if each.name == "peak memory" and each.key["engine"] == name]
     return ", ".join(
-        "not seen" if each.value is None else f"{convert(each.value, each.unit, 'MiB'):.2f}"
-        for each in record.metrics
-        if (each.name, each.key.get("engine")) == ("peak memory", name)
+        "not seen" if each.value is None else f"{convert(each.value, each.unit, 'MiB'):.2f}" for each in peaks
     )
 
 
 def _trust(record: Record) -> str:
     """How far this case's numbers can be trusted, in one line."""
-    action, parts = record.metric("shortest action"), []
+    action, parts = record.metric("shortest action"), trust_of(record)
     if action is not None and action.value is not None:
         short = "" if action.value >= MIN_ACTION_MS else f", below {MIN_ACTION_MS:g} ms: overheads show"
-        parts.append(f"shortest action {show(action.value, 'ms', 2)}{short}")
-    return "; ".join([*parts, *trust_of(record)])
+        parts.insert(0, f"shortest action {show(action.value, 'ms', 2)}{short}")
+    return "; ".join(parts)
 
 
 NOTES = """\

@@ -100,21 +100,17 @@ def ran(records: Sequence[Record]) -> DataFrame:
 
     rows = []
     for record in of_case(records, "done", part=PART):
-        details = record.details
+        details, void = record.details, bool(record.details.get("void"))
         for place, number in enumerate(details["plan"]["places"]):
             name = details["plan"]["ranking"][number]["name"]
-            predicted, step, clock = (
-                record.metric(what, configuration=name) for what in (PREDICTED, STEP, BY_THE_CLOCK)
-            )
-            assert predicted is not None
-            assert step is not None
-            assert clock is not None
+            of_name = {each.name: each for each in record.metrics if each.key.get("configuration") == name}
+            predicted, step = of_name[PREDICTED], of_name[STEP]
             rows.append(
                 {
-                    "model": details["title"], "void": bool(details.get("void")), "rank": number + 1,
+                    "model": details["title"], "void": void, "rank": number + 1,
                     "chosen": place < details["chosen"], "name": name, "predicted": predicted.value,
                     "low": predicted.low, "high": predicted.high, "measured": step.value,
-                    "interval": measured(step), "clock": clock.value,
+                    "interval": measured(step), "clock": of_name[BY_THE_CLOCK].value,
                 }
             )  # fmt: skip
     table = DataFrame(rows)
@@ -162,22 +158,23 @@ def percent(value: float, form: str = ".1f") -> str:
     return f"{100 * value:{form}} %"
 
 
+def _holds(holds: bool) -> str:
+    return "yes" if holds else "NO"
+
+
 def _rules(numbers: dict[str, float]) -> Table:
     lines = []
     for what, number, sign, bound in RULES:
         show = "{:.0f}".format if bound >= 1 else "{:.2f}".format if sign == ">=" else percent
         value = numbers[number]
         holds = value >= bound if sign == ">=" else value <= bound
-        lines.append([what, f"{sign} {show(bound)}", show(value), "yes" if holds else "NO"])
-    return Table(
-        title="Plans against what ran: what was asked, and what was found",
-        columns=["", "asked", "found", "holds?"],
-        lines=lines,
-        notes=[
-            "Errors are of the step's median at the speed that the machine had when the layers were "
-            "timed; by the clock they are in the tables below."
-        ],
+        lines.append([what, f"{sign} {show(bound)}", show(value), _holds(holds)])
+    note = (
+        "Errors are of the step's median at the speed that the machine had when the layers were timed; by "
+        "the clock they are in the tables below."
     )
+    title = "Plans against what ran: what was asked, and what was found"
+    return Table(title=title, columns=["", "asked", "found", "holds?"], lines=lines, notes=[note])
 
 
 def _model(record: Record, ran: DataFrame) -> Table:
@@ -396,38 +393,30 @@ def run_published(named: Sequence[tuple[str, Step]]) -> Outcome:
 
 def _published(record: Record) -> Table:
     """Each step beside the range that is predicted of it."""
-    rows = record.details["steps"]
+    rows, lines = record.details["steps"], []
     inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
     widest = max(row["high_s"] / row["low_s"] for row in rows)
-    enough = "yes" if sum(inside) >= INSIDE_SHARE * len(rows) and widest <= MOST_WIDTH else "NO"
+    enough = sum(inside) >= INSIDE_SHARE * len(rows) and widest <= MOST_WIDTH
+    for row, is_inside in zip(rows, inside, strict=True):
+        predicted = f"{row['step_s']:.2f} [{row['low_s']:.2f}, {row['high_s']:.2f}]"
+        line = [row["name"], f"{row['measured_s']:.2f}", predicted, _holds(is_inside), "", "", ""]
+        if "memory_gib" in row:
+            error = row["peak_gib"] / row["memory_gib"] - 1
+            peak = f"{row['peak_gib']:.1f} ({error:+.0%})"
+            line[4:] = [f"{row['memory_gib']:.1f}", peak, _holds(abs(error) <= MEMORY_ERROR)]
+        lines.append(line)
     return Table(
         title="Published steps of the largest models, on paper (modelled)",
         columns=["", "measured (s)", "predicted (s) [range]", "inside", "GiB", "predicted", "inside"],
-        lines=[
-            [
-                row["name"], f"{row['measured_s']:.2f}",
-                f"{row['step_s']:.2f} [{row['low_s']:.2f}, {row['high_s']:.2f}]", "yes" if each else "NO",
-                *_memory(row),
-            ]
-            for row, each in zip(rows, inside, strict=True)
-        ],
+        lines=lines,
         notes=[
             f"{sum(inside)} of {len(rows)} inside, the widest range a factor of {widest:.2f}; asked: "
-            f"{INSIDE_SHARE:.0%} of them, and at most {MOST_WIDTH:g}: {enough}",
+            f"{INSIDE_SHARE:.0%} of them, and at most {MOST_WIDTH:g}: {_holds(enough)}",
             f"memory, where it was published: inside is at most {MEMORY_ERROR:.0%} away",
             *(f"{row['name']}: {row['source']}; not in the prediction: {row['differs']}" for row in rows),
         ],
         right=frozenset({1, 4}),
-    )  # fmt: skip
-
-
-def _memory(row: dict[str, Any]) -> list[str]:
-    """Published peak, predicted peak and the difference, and whether that is small enough."""
-    if "memory_gib" not in row:
-        return ["", "", ""]
-    error = row["peak_gib"] / row["memory_gib"] - 1
-    near = "yes" if abs(error) <= MEMORY_ERROR else "NO"
-    return [f"{row['memory_gib']:.1f}", f"{row['peak_gib']:.1f} ({error:+.0%})", near]
+    )
 
 
 def _sweeps(record: Record) -> Table:

@@ -15,8 +15,9 @@ one that is made for several stages in each process (`placement`); before and af
 for what it really did (`engines/checks.py`). They take turns (`side_by_side.py`), so only ratios of one round
 are judged. torchgpipe runs in one process, where ours is set against it on one core.
 
-The user's engines are tried first, each in processes of its own with a limit of time: one that raises, hangs
-or leaves wrong gradients is a row with its error, and the others are measured without it.
+The user's engines are tried first, each beside ours in processes of its own with a limit of time: one that
+raises, hangs or leaves wrong gradients is a row with its error, and the others are measured without it. Where
+several fail only together, none of them is measured.
 """
 
 from __future__ import annotations

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 PUBLISHED_STEPS, SWEEPS = "published steps", "published sweeps"
 SECONDS = {"smoke": 16.0, "short": 200.0, "full": 560.0}
 """Approximate seconds of a model's case, by profile."""
-ON_PAPER_S = 130.0
-"""Approximate seconds of each of the two cases on paper."""
+ON_PAPER_S = 130.0  # approximate seconds of each of the two cases on paper
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -206,8 +205,7 @@ def _model(record: Record, ran: DataFrame) -> Table:
 
 # What ran on two processes, drawn
 
-BAND = 0.12
-"""The worst error that was asked for, either way."""
+BAND = 0.12  # the worst error that was asked for, either way
 TICKS_MS = (5, 10, 20, 50, 100, 200, 500, 1000)
 
 
@@ -256,8 +254,7 @@ def _draw(records: Sequence[Record]) -> Figure:
 # Steps that others measured
 
 PATH = PUBLISHED / "published-steps.toml"
-HOST = 8
-"""Accelerators of a host, in all of them."""
+HOST = 8  # accelerators of a host, in all of them
 RECOMPUTED = {0.0: "never", 0.5: "selective", 1.0: "blocks"}
 """What `--remat` calls a share of recomputation."""
 MEMORY_ERROR = 0.1

@@ -180,9 +180,8 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
     shares = tuple(sorted({number // NUM_WORKERS for number in numbers if number % NUM_WORKERS == 0}))
     found: dict[Any, Candidate] = {}  # by rows and cuts: with few micro-batches some schedules are the same
     for remat in REMAT_MODES:
-        pipelines = tuple(name for name, _, what in WAYS if what == remat)
-        replicas = tuple(name for name, what in REPLICATED if what == remat)
-        for pp, schedules, counts in ((NUM_WORKERS, pipelines, tuple(numbers)), (1, replicas, shares)):
+        for pp, ways, counts in ((NUM_WORKERS, WAYS, tuple(numbers)), (1, REPLICATED, shares)):
+            schedules = tuple(name for name, *_, what in ways if what == remat)
             if not schedules or not counts or (pp == 1 and not costs.parameter_bytes):
                 continue  # of replicas nothing is known of what they would sum
             space = Space(schedules=schedules, microbatches=counts, pp=(pp,), remats=(remat,), fewer=False)

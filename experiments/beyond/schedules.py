@@ -65,8 +65,7 @@ WITHOUT_NAIVE = tuple(name for name in NAMES if name != "naive")
 REMATS = ("never", "always")
 TIMES = (1, 2, 4)  # M as a multiple of K
 CHART_WORKERS = 4  # of the charts that are kept
-GRID_S = {2: 0.5, 4: 1.0, 8: 4.0, 16: 15.0}
-"""Estimated seconds of a case, by K."""
+GRID_S = {2: 0.5, 4: 1.0, 8: 4.0, 16: 15.0}  # estimated seconds of a case, by K
 KEPT = {"never": "kept", "always": "recomputed"}
 HOW = {"never": "without re-materialization", "always": "every micro-batch recomputed"}
 

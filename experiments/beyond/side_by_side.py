@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-MORE_ROUNDS = 2
-"""Times the rounds when a case is measured again."""
+MORE_ROUNDS = 2  # times the rounds when a case is measured again
 CALIBRATION_STEPS = 2
 
 Steps = Mapping[str, Callable[[], object] | None]

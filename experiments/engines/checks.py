@@ -324,8 +324,7 @@ OK, FAILED, BROKEN, CANNOT, UNTRIED = "ok", "failed", "broken", "cannot be asked
 ValueError, or has no method for it.
 """
 SKIPPED = (CANNOT, UNTRIED)
-Said = tuple[str, str]
-"""A verdict, and what is said."""
+Said = tuple[str, str]  # a verdict, and what is said
 
 Gradients = Mapping[str, Tensor]
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}

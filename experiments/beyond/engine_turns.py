@@ -79,8 +79,7 @@ def work(tell: Tell, job: Job, rounds: int) -> Found:
     checked()  # still right after all rounds
     peaks = {}
     for name, step in steps.items() if job.work.real else ():  # behind the timing, which it must not disturb
-        if dist.is_initialized():
-            dist.barrier()  # of those that wait, too
+        dist.barrier()  # of those that wait, too
         if step is not None:
             peaks[name] = peak_bytes(step, setups[name])
     details = {
@@ -101,12 +100,9 @@ def fault_in(job: Job, name: str) -> Fault | None:
     """What an engine of the user does wrong, or refuses, in a round beside the first of ours alone, before
     the others depend on it.
     """
-    first = next(iter(job.engines))
+    pair = without(job, {*job.engines} - {next(iter(job.engines)), name})
     try:
-        pair = without(job, {*job.engines} - {first, name})
-        (one, *_) = run_isolated(
-            work, job.num_processes, pair, 1, timeout_s=TRIAL_S, device=job.chosen.device
-        )
+        (one, *_) = isolated(pair, 1, TRIAL_S)
     except IsolatedError as error:
         return error.fault
     reason = one.details["refused"].get(name)

@@ -245,17 +245,17 @@ def averages(given: Given) -> Said:
 
 def masks_again(given: Given) -> Said:
     """Every forward of an input draws the same mask in a dropout; the next step draws others."""
-    drawn: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    layers = given.setup.layers
+    drawn: dict[int, list[tuple[Tensor, Tensor]]] = {
+        index: [] for index, layer in enumerate(layers) if isinstance(layer, nn.Dropout)
+    }
+    earlier: dict[int, list[Tensor]] = {}
 
     def note(index: int, layer: nn.Module, inputs: Any, output: Tensor) -> None:
         drawn[index].append((inputs[0].detach().clone(), output.detach() != 0))
 
-    dropouts = [index for index, layer in enumerate(given.setup.layers) if isinstance(layer, nn.Dropout)]
-    for index in dropouts:
-        given.setup.layers[index].register_forward_hook(partial(note, index))
-    local = {index for stage in given.setup.local_stages for index in given.setup.partition[stage]}
-    earlier: dict[int, list[Tensor]] = {}
-    drawn |= {index: [] for index in dropouts}
+    for index in drawn:
+        layers[index].register_forward_hook(partial(note, index))
     for step in given.train(3):
         for index, found in drawn.items():
             for place, (inputs, mask) in enumerate(found):
@@ -263,8 +263,7 @@ def masks_again(given: Given) -> Said:
                     if step.number > 1 and torch.equal(inputs, before) and not torch.equal(mask, other):
                         return FAILED, f"layer {index} drew another mask when a micro-batch was recomputed"
             masks, known = [mask for _, mask in found], earlier.get(index, [])
-            again = bool(masks) and len(masks) == len(known) and all(map(torch.equal, masks, known))
-            if again and index in local:
+            if masks and len(masks) == len(known) and all(map(torch.equal, masks, known)):
                 return FAILED, f"layer {index} drew the masks of the step before: they are no longer random"
             earlier[index] = masks
             found.clear()

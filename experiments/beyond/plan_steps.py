@@ -232,8 +232,14 @@ def numbers(planned: Planned, found: Sequence[Found]) -> tuple[list[Metric], dic
         prediction = ranking[number]
         name = title(prediction.candidate)
         key: dict[str, Scalar] = {"configuration": name}
-        speeds = [each.details["speeds"][name] for each in found]
-        steps[name] = at_reference_s(prediction, costs, request, clock[name], speeds)
+        layout = Layout(prediction.candidate, costs, request)
+        plain_s = float(layout.timeline().makespan_s)
+        # Workers that were slower around a step make the replayed one longer, and the real one too.
+        around = zip(*(each.details["speeds"][name] for each in found), strict=True)
+        steps[name] = [
+            step_s * plain_s / float(layout.timeline(speeds).makespan_s)
+            for step_s, speeds in zip(clock[name], around, strict=True)
+        ]
         note = "at the speed that the machine had when the layers were timed"
         metrics += [
             Metric(
@@ -260,24 +266,6 @@ def numbers(planned: Planned, found: Sequence[Found]) -> tuple[list[Metric], dic
         "plan": {"ranking": rows, "places": first["places"]},
         "costs": of_costs | {name: first[name] for name in ("probes_s", "plan_s")},
     }
-
-
-def at_reference_s(
-    prediction: Prediction,
-    costs: Costs,
-    request: Request,
-    steps_s: Sequence[float],
-    speeds: Sequence[Sequence[float]],
-) -> list[float]:
-    """The steps of the slowest process at the speed that the machine had when the layers were timed: shorter
-    by as much as the replayed step gets longer with the `speeds` that workers had around it.
-    """
-    layout = Layout(prediction.candidate, costs, request)
-    plain_s = float(layout.timeline().makespan_s)
-    return [
-        step_s * plain_s / float(layout.timeline(around).makespan_s)
-        for step_s, around in zip(steps_s, zip(*speeds, strict=True), strict=True)
-    ]
 
 
 # Models of one's own, as users bring them

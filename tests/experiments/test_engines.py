@@ -377,7 +377,7 @@ def test_four_bad_engines_and_a_good_one_are_four_reasons_and_a_result(
 ) -> None:
     tiny = {"num_layers": 6, "vocab_size": 8, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8}
     monkeypatch.setitem(WORKLOADS, "transformer", WORKLOADS["transformer"]._replace(options=tiny))
-    monkeypatch.setattr(engine_turns, "TRIAL_S", 8.0)
+    monkeypatch.setattr(engine_turns, "TRIAL_S", 20.0)
     names = [f"scene_engines:{name}" for name in ("Raises", "Hangs", "Wrong", "Empty", "Good", "Picky")]
     status, _, err = call(
         "run", "engines", "--profile", "smoke", "--engine", ",".join(names), "--results", scene / "results",
@@ -389,7 +389,7 @@ def test_four_bad_engines_and_a_good_one_are_four_reasons_and_a_result(
     faulty = found["details"]["faulty"]
     assert list(faulty) == names[:4]
     assert faulty[names[0]].startswith("RuntimeError: boom of the engine, in line 14 of scene_engines.py")
-    assert faulty[names[1]].startswith("no answer within 8 s: process 0 was in line 20 of scene_engines.py")
+    assert faulty[names[1]].startswith("no answer within 20 s: process 0 was in line 20 of scene_engines.py")
     assert "gradients of scene_engines:Wrong are wrong" in faulty[names[2]]
     assert "Empty, which has no method step(batch, target, loss_fn)" in faulty[names[3]]
     numbers = {(each["name"], *each["key"].values()): each for each in found["metrics"]}

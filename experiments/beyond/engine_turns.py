@@ -9,11 +9,11 @@ that wait instead of computing, so that what is left of a step is the schedule a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,31 +22,24 @@ from torch import distributed as dist
 from gpipe_bench.experiments.beyond.side_by_side import Found, take_turns
 from gpipe_bench.experiments.beyond.trainings import Job
 from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
-from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, run_isolated
 from gpipe_bench.experiments.engines.known import Ours
-from gpipe_bench.experiments.engines.setup import (
-    Engine,
-    LossFn,
-    Setup,
-    build,
-    clear,
-    placement_of,
-)
+from gpipe_bench.experiments.engines.setup import LossFn, Setup, clear, placement_of
+from gpipe_bench.experiments.engines.trials import Fault, IsolatedError, Tell, built, run_isolated
 from gpipe_bench.experiments.paper.results import samples_of
-from gpipe_bench.experiments.paper.steps import layer_seconds, run_processes
+from gpipe_bench.experiments.paper.steps import layer_seconds
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.timeline import Timeline
 
 WIDTH = 8  # of a layer that computes next to nothing
 PARTITION_MICROBATCHES = 4  # of the step that times single layers
 TRIAL_S = 60.0  # after which a step of the user's engine counts as hung
 PATIENCE = 10.0  # times the estimate, after which a case with the user's engines is given up
+NO_LIMIT_S = 1e6
 
 
-def work(job: Job, rounds: int) -> Found:
+def work(tell: Tell, job: Job, rounds: int) -> Found:
     """Runs in each process of a case. RuntimeError where an engine does something else than it should."""
     layers, batch, target, loss = trained(job)
     layers_s = _seconds(job, layers, loss)
@@ -65,6 +58,7 @@ def work(job: Job, rounds: int) -> Found:
     def checked() -> dict[str, dict[str, Any]]:
         found = {}
         for name, engine in engines.items():
+            tell(f"{name} is next")
             if not is_idle(engine):
                 made_up = isinstance(engine, Bare) and engine.stage is not None
                 own = {} if made_up or not expected else named_parameters(setups[name])
@@ -78,12 +72,14 @@ def work(job: Job, rounds: int) -> Found:
         for name, engine in engines.items()
     }
     measured = take_turns(steps, layers, rounds, job.seed, devices.current(job.chosen.device))
-    actions_s = mean_actions_s(ours.timeline)
+    actions_s = {
+        f"{stage}{kind.value}": mean(samples)
+        for (stage, kind), samples in samples_of([ours.timeline]).items()
+    }
     checked()  # still right after all rounds
     peaks = {}
     for name, step in steps.items() if job.work.real else ():  # behind the timing, which it must not disturb
-        if dist.is_initialized():
-            dist.barrier()  # of those that wait, too
+        dist.barrier()  # of those that wait, too
         if step is not None:
             peaks[name] = peak_bytes(step, setups[name])
     details = {
@@ -93,106 +89,60 @@ def work(job: Job, rounds: int) -> Found:
     return measured._replace(details=details)
 
 
-def details_of(job: Job, found: Sequence[Found]) -> dict[str, Any]:
-    """Facts for a record: the engines, what each really did in every process, the model's cuts, and the mean
-    of each action in our latest step.
-    """
-    first = found[0].details
-    return {
-        "engines": {
-            name: {"engine": engine, "remat": remat} for name, (engine, remat) in job.engines.items()
-        },
-        "checks": [each.details["checks"] for each in found],  # by process
-        "refused": first["refused"],
-        "partition": [[span.start, span.stop] for span in first["partition"]],
-        "actions_ms": {name: 1e3 * s for each in found for name, s in each.details["actions_s"].items()},
-    }
-
-
-def work_told(tell: Tell, job: Job, rounds: int) -> Found:
-    """`work`, where it is given up when it takes too long."""
-    return work(job, rounds)
-
-
-def tried(tell: Tell, job: Job, name: str) -> None:
-    """Lets one engine do what it will be timed for, before the others depend on it. Raises what it raises,
-    RuntimeError where it does something else; nothing if it can't run this.
-    """
-    layers, batch, target, loss = trained(job)
-    setup = setup_of(job, layers, [1.0] * len(layers), name)
-    expected = reference(setup, batch, target, loss)
-    tell("the plain model's gradients are known")
-    engine = built(job.engines[name][0], setup)
-    if not isinstance(engine, str):
-        verify(name, engine, setup, batch, target, loss, expected)
-
-
 # The user's engines, which may raise, hang or be wrong
 
 
-def without(job: Job, names: Sequence[str]) -> Job:
+def without(job: Job, names: Container[str]) -> Job:
     return job._replace(engines={name: each for name, each in job.engines.items() if name not in names})
 
 
 def fault_in(job: Job, name: str) -> Fault | None:
-    """An engine's fault, if it has one, found out in processes of its own."""
+    """What an engine of the user does wrong, or refuses, in a round beside the first of ours alone, before
+    the others depend on it.
+    """
+    pair = without(job, {*job.engines} - {next(iter(job.engines)), name})
     try:
-        run_isolated(tried, job.num_processes, job, name, timeout_s=TRIAL_S)
+        (one, *_) = isolated(pair, 1, TRIAL_S)
     except IsolatedError as error:
         return error.fault
-    return None
+    reason = one.details["refused"].get(name)
+    return None if reason is None else Fault(reason, refused=True)
 
 
-def taken(
-    job: Job, rounds: int, own: Sequence[str], estimate_s: float
-) -> tuple[list[Found], dict[str, Fault]]:
-    """Findings of a case's processes, and the faults of the user's `own` engines: where a run with
-    all of them fails, each is run beside the control alone, and the others once more without those that fail.
+def taken(job: Job, rounds: int, estimate_s: float) -> tuple[list[Found], dict[str, Fault]]:
+    """Findings of a case's processes, and the faults of the user's engines: where a run with them fails
+    after all, the others are measured once more without any of them.
     """
-    if not own:
-        return run_processes(work, job.num_processes, job, rounds, device=job.chosen.device), {}
-    told = partial(run_isolated, work_told, job.num_processes, timeout_s=TRIAL_S + PATIENCE * estimate_s)
     try:
-        return told(job, rounds), {}
+        return isolated(job, rounds, TRIAL_S + PATIENCE * estimate_s if job.own else NO_LIMIT_S), {}
     except IsolatedError as error:
-        together = _beside(error.fault)
-    faults = {}
-    for name in own if len(own) > 1 else ():
-        try:
-            told(
-                without(job, [each for each in job.engines if each not in (next(iter(job.engines)), name)]),
-                rounds,
-            )
-        except IsolatedError as error:
-            faults[name] = _beside(error.fault)
-    faults = faults or dict.fromkeys(own, together)
-    right = [name for name in own if name not in faults]
-    found, late = taken(without(job, list(faults)), rounds, right, estimate_s)
-    return found, faults | late
+        if not job.own:
+            raise
+        fault = error.fault._replace(reason=f"beside the others: {error.fault.reason}", refused=False)
+        return taken(without(job, job.own), rounds, estimate_s)[0], dict.fromkeys(job.own, fault)
 
 
-def _beside(fault: Fault) -> Fault:
-    return fault._replace(reason=f"beside the others: {fault.reason}")
+def isolated(job: Job, rounds: int, timeout_s: float) -> list[Found]:
+    """What `work` finds in each process of a case. IsolatedError where it fails, or takes too long."""
+    return run_isolated(work, job.num_processes, job, rounds, timeout_s=timeout_s, device=job.chosen.device)
 
 
 def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
     """Layers, mini-batch, targets and loss; the same in every process."""
     torch.manual_seed(job.seed)
     size, device = job.work.microbatch_size * job.chosen.num_microbatches, devices.current(job.chosen.device)
-    if job.work.model in MADE_UP:
-        layers, mse = MADE_UP[job.work.model](**job.options), nn.functional.mse_loss
+    name, loss = job.work.model, cast(LossFn, nn.functional.mse_loss)
+    if name in MADE_UP:
+        layers = MADE_UP[name](**job.options)
         batch, target = torch.randn(size, WIDTH), torch.randn(size, WIDTH)
-        return [layer.to(device) for layer in layers], batch.to(device), target.to(device), mse
-    layers = [layer.to(device) for layer in MODELS[job.work.model](**job.options)]
-    loss: LossFn = loss_fn(job.work.model, **job.options)
-    batch, target = example_batch(job.work.model, size, **job.options)
-    return layers, batch.to(device), target.to(device), loss
+    else:
+        layers, loss = [*MODELS[name](**job.options)], loss_fn(name, **job.options)
+        batch, target = example_batch(name, size, **job.options)
+    return [layer.to(device) for layer in layers], batch.to(device), target.to(device), loss
 
 
 def setup_of(job: Job, layers: Sequence[nn.Module], layers_s: Sequence[float], name: str) -> Setup:
-    """Setup of a variant in this process: as many stages as the case has, or as its engine is made
-    for.
-    """
+    """Setup of a variant in this process: as many stages as the case has, or as its engine is made for."""
     engine, remat = job.engines[name]
     place = () if job.chosen.in_process else placement_of(engine)
     return Setup(
@@ -210,20 +160,6 @@ def _seconds(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Sequence[fl
     return layer_seconds(layers, count, loss, *example, remat=remat)
 
 
-def built(name: str, setup: Setup) -> Engine | str:
-    """The engine, or the first reason that any process has why it can't run this: one that a single process
-    can't build is none for all.
-    """
-    reasons: list[str] = [""] * dist.get_world_size()
-    try:
-        found, reason = build(name, setup), ""
-    except ValueError as error:
-        found, reason = None, str(error)
-    dist.all_gather_object(reasons, reason)
-    refusal = next(filter(None, reasons), "")
-    return refusal if found is None or refusal else found
-
-
 def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:
     """Most bytes that a step's operations have alive at a time in this process. None where that is less than
     the gradients, which it surely makes: then the operations run in threads of its own.
@@ -238,37 +174,24 @@ def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:
     return peak if peak >= least else None
 
 
-def mean_actions_s(timeline: Timeline) -> dict[str, float]:
-    """Mean of each stage's actions in a step: {"0F": seconds}."""
-    found = samples_of([timeline])
-    return {f"{stage}{kind.value}": mean(samples) for (stage, kind), samples in found.items()}
-
-
 # Baselines for an engine's own cost
 
 
-class _MicroBatches:
-    """Divides a mini-batch once, since only its steps are timed."""
+class Plain:
+    """The plain model in this process, micro-batch by micro-batch. The mini-batch is divided once, since
+    steps alone are timed.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.count = setup, setup.num_microbatches
+        self.model = nn.Sequential(*setup.layers)
         self.batch: Tensor | None = None
         self.parts: list[tuple[Tensor, Tensor]] = []
 
     def divide(self, batch: Tensor, target: Tensor) -> None:
         if batch is not self.batch:
-            self.batch, self.parts = batch, self.divided(batch, target)
-
-    def divided(self, batch: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(batch.chunk(self.count), target.chunk(self.count), strict=True))
-
-
-class Plain(_MicroBatches):
-    """The plain model in this process, micro-batch by micro-batch."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.model = nn.Sequential(*setup.layers)
+            self.batch = batch
+            self.parts = list(zip(batch.chunk(self.count), target.chunk(self.count), strict=True))
 
     def step(self, batch: Tensor, target: Tensor, loss_fn: LossFn) -> None:
         self.divide(batch, target)
@@ -281,11 +204,10 @@ class PlainAlone(Plain):
 
 
 def is_idle(engine: object) -> bool:
-    """Whether this process has no part in an engine's steps."""
     return isinstance(engine, PlainAlone) and dist.get_rank() > 0
 
 
-class Bare(_MicroBatches):
+class Bare(Plain):
     """Runs this process's layers alone: the same micro-batches and recomputations, no engine, no messages.
     Where they are one stage of several, that stage's inputs and gradients are made up.
     """
@@ -297,13 +219,14 @@ class Bare(_MicroBatches):
         self.model = nn.Sequential(*setup.local_layers)
         self.gradient: Tensor | None = None
 
-    def divided(self, batch: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
-        before = range(self.stage or 0)
-        with torch.no_grad():
-            arriving = nn.Sequential(*(each for k in before for each in self.setup.stage_layers(k)))(batch)
-            parts = super().divided(arriving, target)
-            self.gradient = None if self.is_last else torch.ones_like(self.model(parts[0][0]))
-        return parts
+    def divide(self, batch: Tensor, target: Tensor) -> None:
+        if batch is not self.batch:
+            super().divide(batch, target)
+            before = [each for k in range(self.stage or 0) for each in self.setup.stage_layers(k)]
+            with torch.no_grad():
+                arriving = nn.Sequential(*before)
+                self.parts = [(arriving(inputs), wanted) for inputs, wanted in self.parts]
+                self.gradient = None if self.is_last else torch.ones_like(self.model(self.parts[0][0]))
 
     def step(self, batch: Tensor, target: Tensor, loss_fn: LossFn) -> None:
         self.divide(batch, target)
@@ -333,7 +256,6 @@ _LATE_S = 0.3e-3
 
 
 def wait_until(end_s: float) -> None:
-    """Returns when `time.perf_counter` has reached `end_s`."""
     left_s = end_s - time.perf_counter()
     if left_s > _LATE_S:
         time.sleep(left_s - _LATE_S)
@@ -341,41 +263,33 @@ def wait_until(end_s: float) -> None:
         pass
 
 
-class _Scaled(torch.autograd.Function):
+class _Waited(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        end_s = time.perf_counter() + forward_s
-        ctx.save_for_backward(x, weight)
-        ctx.backward_s = backward_s
-        scaled = x * weight[0]
-        wait_until(end_s)
-        return scaled
+    def forward(ctx: Any, x: Tensor, wait_s: float) -> Tensor:
+        ctx.wait_s = wait_s
+        wait_until(time.perf_counter() + wait_s)
+        return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        end_s = time.perf_counter() + ctx.backward_s
-        x, weight = ctx.saved_tensors
-        of_weight = torch.zeros_like(weight)
-        of_weight[0] = (gradient * x).sum()
-        wait_until(end_s)
-        return gradient * weight[0], of_weight, None, None
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        wait_until(time.perf_counter() + ctx.wait_s)
+        return gradients[0], None
 
 
 class Waiting(nn.Module):
-    """Takes `forward_s` and `backward_s` and has one parameter of `numel` float32 numbers."""
+    """Multiplies by its one parameter, and takes as long, forward and back."""
 
-    def __init__(self, numel: int, forward_s: float, backward_s: float) -> None:
+    def __init__(self, wait_s: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(numel))
-        self.forward_s, self.backward_s = forward_s, backward_s
+        self.weight, self.wait_s = nn.Parameter(torch.ones(WIDTH)), wait_s
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = _Scaled.apply(x, self.weight, self.forward_s, self.backward_s)  # type: ignore[no-untyped-call]
+        found: Tensor = _Waited.apply(x * self.weight, self.wait_s)  # type: ignore[no-untyped-call]
         return found
 
 
 MADE_UP: dict[str, Callable[..., list[nn.Module]]] = {
-    "waiting": lambda num_layers, wait_s: [Waiting(WIDTH, wait_s, wait_s) for _ in range(num_layers)],
+    "waiting": lambda num_layers, wait_s: [Waiting(wait_s) for _ in range(num_layers)],
     "linear": lambda num_layers: [nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)],
 }
 """Models that compute next to nothing: builders of their layers."""

@@ -15,8 +15,9 @@ one that is made for several stages in each process (`placement`); before and af
 for what it really did (`engines/checks.py`). They take turns (`side_by_side.py`), so only ratios of one round
 are judged. torchgpipe runs in one process, where ours is set against it on one core.
 
-The user's engines are tried first, each in processes of its own with a limit of time: one that raises, hangs
-or leaves wrong gradients is a row with its error, and the others are measured without it.
+The user's engines are tried first, each beside ours in processes of its own with a limit of time: one that
+raises, hangs or leaves wrong gradients is a row with its error, and the others are measured without it. Where
+several fail only together, none of them is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.beyond.side_by_side import (
     Found,
@@ -37,17 +38,16 @@ from gpipe_bench.experiments.beyond.side_by_side import (
     trust_of,
 )
 from gpipe_bench.experiments.beyond.trainings import (
+    ALL,
     ALL_CORES,
     ALONE,
     BARE,
     CONFIGURATIONS,
-    KNOWN,
     ON_GPUS,
     WORKLOADS,
     Job,
     configuration_of,
     job_of,
-    own_engines,
 )
 from gpipe_bench.experiments.registry import PROFILES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -57,13 +57,10 @@ from gpipe_bench.harness.rounds import Times, differences, ratios
 from gpipe_bench.harness.units import convert, show
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.engines.isolated import Fault
+    from gpipe_bench.experiments.engines.trials import Fault
 
 SAME_SCHEDULE = (("ours-1f1b", "torch-1f1b"), ("interleaved", "torch-interleaved"), ("zb-v", "torch-zb-v"))
 SPEED, SHARE, COST = "speed", "share of the ideal step", "over the bare layers"
-
-# Cases and what they find
-
 START_S = 8.0  # until all processes are up and the engines checked
 MIN_ACTION_MS = 5.0
 LEAST_ROUNDS = 5
@@ -76,7 +73,7 @@ def cases(options: RunOptions) -> list[Case]:
     found = []
     for chosen in ON_GPUS if options.device == "cuda" else CONFIGURATIONS:
         if rounds := chosen.rounds[PROFILES.index(options.profile)]:
-            more = 1 + len(own_engines(options.engine)) / len(chosen.engines)
+            more = 1 + len(job_of(chosen, options.engine).own) / len(chosen.engines)
             found.append(Case(chosen.key, START_S + rounds * chosen.round_s * more))
     return found
 
@@ -92,37 +89,26 @@ def run(case: Case, options: RunOptions) -> Outcome:
     if reason := missing or lacks_gpus(chosen.device, job.num_processes):
         return Outcome(status="skipped", reason=reason)
     rounds = chosen.rounds[PROFILES.index(options.profile)]
-    own = [name for name in job.engines if name not in chosen.engines]
-    faults = {name: fault for name in own if (fault := fault_in(job, name)) is not None}
-    refused = {
-        name: each.reason.removeprefix("ValueError: ") for name, each in faults.items() if each.refused
-    }
-    faulty = {name: fault for name, fault in faults.items() if not fault.refused}
+    faults = {name: fault for name in job.own if (fault := fault_in(job, name)) is not None}
 
     def take(number: int) -> list[Found]:
-        mine = [name for name in own if name not in faults and name not in faulty]
-        found, late = taken(without(job, [*faults, *faulty]), number, mine, case.estimate_s * number / rounds)
-        faulty.update(late)
-        for each in found:
-            each.details["refused"] |= refused
+        found, late = taken(without(job, faults), number, case.estimate_s * number / rounds)
+        faults.update(late)
         return found
 
     return side_by_side(
         take,
-        partial(numbers, job, faulty),
+        partial(numbers, job, faults),
         rounds,
         control=chosen.engines[0],
         again=options.profile != "smoke",
     )
 
 
-def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence[Found]) -> Outcome:
-    """Outcome of a case from what its processes found. With `faulty` engines the case has failed and has the
-    numbers of the others.
+def numbers(job: Job, faults: Mapping[str, Fault], times: Times, found: Sequence[Found]) -> Outcome:
+    """Outcome of a case from what its processes found, and from the faults of the user's engines, which have
+    no numbers. The case has failed unless these only refuse it.
     """
-    from gpipe_bench.experiments.beyond.engine_turns import details_of
-
-    details = details_of(job, found)
     metrics = [
         from_samples("step", [1e3 * s for s in samples], "ms", key={"engine": name})
         for name, samples in times.items()
@@ -138,19 +124,32 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
     threads = "its operations run in threads, which are hardly seen"
     for rank, each in enumerate(found):
         for name, seen in each.details["peak_bytes"].items():
-            peak, note = (None, threads) if seen is None or name == "torchgpipe" else (seen, memory)
+            is_seen = seen is not None and name != "torchgpipe"
             key: dict[str, Scalar] = {"engine": name, "process": rank}
+            peak, note = (seen, memory) if is_seen else (None, threads)
             metrics.append(Metric("peak memory", peak, "bytes", "measured", key=key, note=note))
+    actions_ms = {name: 1e3 * s for each in found for name, s in each.details["actions_s"].items()}
     note = "mean over the micro-batches of our latest step"
-    metrics.append(
-        Metric("shortest action", min(details["actions_ms"].values()), "ms", "measured", note=note)
-    )
-    reasons = {name: fault.reason for name, fault in faulty.items()}
-    details |= {"faulty": reasons, "microbatch_size": job.work.microbatch_size, "precision": "float32"}
+    metrics.append(Metric("shortest action", min(actions_ms.values()), "ms", "measured", note=note))
+    first = found[0].details
+    faulty = {name: fault for name, fault in faults.items() if not fault.refused}
+    refused = {name: fault.reason for name, fault in faults.items() if fault.refused} | first["refused"]
+    details: dict[str, Any] = {
+        "engines": {
+            name: {"engine": engine, "remat": remat} for name, (engine, remat) in job.engines.items()
+        },
+        "checks": [each.details["checks"] for each in found],  # what each really did, by process
+        "refused": {name: reason.removeprefix("ValueError: ") for name, reason in refused.items()},
+        "partition": [[span.start, span.stop] for span in first["partition"]],
+        "actions_ms": actions_ms,
+        "faulty": {name: fault.reason for name, fault in faulty.items()},
+        "microbatch_size": job.work.microbatch_size,
+        "precision": "float32",
+    }
     if not faulty:
         return Outcome(tuple(metrics), details)
     details["traceback"] = "\n".join(fault.traceback for fault in faulty.values())
-    reason = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+    reason = "; ".join(f"{name}: {fault.reason}" for name, fault in faulty.items())
     return Outcome(tuple(metrics), details, "failed", reason)
 
 
@@ -201,14 +200,15 @@ def _block(record: Record) -> str:
     faulty, refused = details.get("faulty", {}), details.get("refused", {})
     remat = "not re-materialized" if case["remat"] == "never" else f"re-materialized ({case['remat']})"
     where = "one process per stage" if case["where"] == "processes" else "all stages in one process"
-    gpus = ", GPUs" * ("device" in case)
     title = (
-        f"{WORKLOADS[str(case['workload'])].words}\n  {where}{gpus}, K = {case['num_stages']}, "
-        f"M = {case['num_microbatches']}, {remat}"
+        f"{WORKLOADS[str(case['workload'])].words}\n  {where}{', GPUs' * ('device' in case)}, "
+        f"K = {case['num_stages']}, M = {case['num_microbatches']}, {remat}"
     )
     if record.status != "done" and not faulty:
         return f"{title}: {record.status}: {record.reason}"
     first, (word, why) = next(iter(details["engines"])), _state(record)
+    columns = ["engine", "ms per step [95 %]", f"{first} / its speed", f"{first} is"]
+    columns += ["per action", "of ideal", "peak MiB"]
 
     def line(name: str) -> list[str]:
         step = record.metric("step", engine=name)
@@ -221,26 +221,16 @@ def _block(record: Record) -> str:
         costs = ["" if each is None else measured(each) for each in of_layers]
         return [name, measured(step), *compared, *costs, _peak(record, name)]
 
-    columns = [
-        "engine", "ms per step [95 %]", f"{first} / its speed", f"{first} is", "per action", "of ideal",
-        "peak MiB",
-    ]  # fmt: skip
     lines = [line(name) for name in details["engines"]]
     shown = [place for place in range(len(columns)) if place < 2 or any(line[place] for line in lines)]
     notes = [f"{name} failed: {why}" for name, why in faulty.items()]
     notes += [f"{name} skipped: {why}" for name, why in refused.items()]
-    grid = Grid(
-        title=title,
-        columns=[columns[place] for place in shown],
-        lines=[[line[place] for place in shown] for line in lines],
-        notes=notes,
-    )
-    said = "\n".join([_trust(record), *([why] if why else [])])
-    return "\n\n".join([grid.text(), *_pairs(record, word), said])
+    columns, *lines = [[line[place] for place in shown] for line in (columns, *lines)]
+    grid = Grid(title=title, columns=columns, lines=lines, notes=notes).text()
+    return "\n\n".join([grid, *_pairs(record, word), "\n".join(filter(None, [_trust(record), why]))])
 
 
 def _compared(record: Record, ratio: Metric) -> str:
-    """The word for a ratio of speeds."""
     words = {True: "faster", False: "slower", None: "within the noise"}
     return words[is_faster(ratio, record.metric("control"))]
 
@@ -265,14 +255,14 @@ def speed_of(record: Record, engine: str, against: str) -> Metric | None:
     inverse = record.metric(SPEED, engine=against, against=engine)
     if found is not None or inverse is None or not inverse.value:
         return found
-    ends = [None if each is None else 1 / each for each in (inverse.high, inverse.low)]
-    return replace(inverse, value=1 / inverse.value, low=ends[0], high=ends[1], samples=())
+    low, high = (None if end is None else 1 / end for end in (inverse.high, inverse.low))
+    return replace(inverse, value=1 / inverse.value, low=low, high=high, samples=())
 
 
 def _state(record: Record) -> tuple[str, str]:
     """Whether anything of the case may be judged, in words, and a sentence about it; see `state_of`."""
     control = record.metric("control")
-    if control is not None and len(control.samples) < LEAST_ROUNDS and record.profile == "smoke":
+    if record.profile == "smoke" and control is not None and len(control.samples) < LEAST_ROUNDS:
         return "too few rounds", (
             f"too few rounds: {len(control.samples)}, whose interval is none; from {LEAST_ROUNDS} on, as in "
             "the profile short, engines are judged"
@@ -282,20 +272,19 @@ def _state(record: Record) -> tuple[str, str]:
 
 def _peak(record: Record, name: str) -> str:
     """`1.20, 0.81`: of every process."""
+    peaks = [each for each in record.metrics if each.name == "peak memory" and each.key["engine"] == name]
     return ", ".join(
-        "not seen" if each.value is None else f"{convert(each.value, each.unit, 'MiB'):.2f}"
-        for each in record.metrics
-        if (each.name, each.key.get("engine")) == ("peak memory", name)
+        "not seen" if each.value is None else f"{convert(each.value, each.unit, 'MiB'):.2f}" for each in peaks
     )
 
 
 def _trust(record: Record) -> str:
     """How far this case's numbers can be trusted, in one line."""
-    action, parts = record.metric("shortest action"), []
+    action, parts = record.metric("shortest action"), trust_of(record)
     if action is not None and action.value is not None:
         short = "" if action.value >= MIN_ACTION_MS else f", below {MIN_ACTION_MS:g} ms: overheads show"
-        parts.append(f"shortest action {show(action.value, 'ms', 2)}{short}")
-    return "; ".join([*parts, *trust_of(record)])
+        parts.insert(0, f"shortest action {show(action.value, 'ms', 2)}{short}")
+    return "; ".join(parts)
 
 
 NOTES = """\
@@ -330,6 +319,6 @@ EXPERIMENT = Experiment(
     tables=tables,
     docs="docs/own-engine.md",
     options=("engine",),
-    engines=(KNOWN,),
+    engines=(ALL,),
     takes=("engines",),
 )

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Provenance, Record, of_case
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.verdict import Part, Result, Spread
+from gpipe_bench.harness.verdict import Part, Question, Result, Spread
 from gpipe_bench.pipeline.plan.partition import partition
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
@@ -29,7 +29,6 @@ MICROBATCHES = 4
 COUNTED_STEPS = 3  # two before them do not count
 RATIO = "pipeline over data parallelism"
 LANGUAGE, IMAGES = "transformer-lm", "amoebanet-d"
-_IMAGE_67 = {"num_layers": 3, "num_filters": 32, "image_size": 67, "num_classes": 10, "aux_head": False}
 
 
 class Workload(NamedTuple):
@@ -42,32 +41,31 @@ class Workload(NamedTuple):
     column: str
 
 
-WORKLOADS = {
-    (MODELLED, "Transformer-24"): Workload(
-        LANGUAGE, {"num_layers": 24}, 32, 4, "Transformer-24, 4 accelerators, 32 sequences"
-    ),
-    (MODELLED, "AmoebaNet-D (18, 256)"): Workload(
-        IMAGES, {"num_layers": 18, "num_filters": 256, "num_classes": 1000}, 128, 4,
-        "AmoebaNet-D (18, 256), 4 accelerators, 128 images",
-    ),
-    (MODELLED, "AmoebaNet-D (3, 32)"): Workload(
-        IMAGES, _IMAGE_67, 32, 4, "AmoebaNet-D (3, 32), 4 accelerators, 32 images"
-    ),
-    (COUNTED, "Transformer-6"): Workload(
-        LANGUAGE,
-        {
-            "num_layers": 6, "d_model": 128, "ffn_dim": 512, "num_heads": 4, "seq_len": 32,
-            "vocab_size": 1000, "dropout": 0.0,
-        },
-        16, 2, "Transformer-6 of width 128, 2 processes",
-    ),
-    (COUNTED, "AmoebaNet-D (3, 32)"): Workload(
-        IMAGES, _IMAGE_67, 8, 2, "AmoebaNet-D (3, 32), 2 processes"
-    ),
+_LARGE_IMAGES = {"num_layers": 18, "num_filters": 256, "num_classes": 1000}
+_SMALL_IMAGES = {"num_layers": 3, "num_filters": 32, "image_size": 67, "num_classes": 10, "aux_head": False}
+_SMALL_LANGUAGE = {
+    "num_layers": 6, "d_model": 128, "ffn_dim": 512, "num_heads": 4, "seq_len": 32, "vocab_size": 1000,
+    "dropout": 0.0,
 }  # fmt: skip
+_ALL = (
+    (MODELLED, "Transformer-24", LANGUAGE, {"num_layers": 24}, 32, 4, ", 4 accelerators, 32 sequences"),
+    (MODELLED, "AmoebaNet-D (18, 256)", IMAGES, _LARGE_IMAGES, 128, 4, ", 4 accelerators, 128 images"),
+    (MODELLED, "AmoebaNet-D (3, 32)", IMAGES, _SMALL_IMAGES, 32, 4, ", 4 accelerators, 32 images"),
+    (COUNTED, "Transformer-6", LANGUAGE, _SMALL_LANGUAGE, 16, 2, " of width 128, 2 processes"),
+    (COUNTED, "AmoebaNet-D (3, 32)", IMAGES, _SMALL_IMAGES, 8, 2, ", 2 processes"),
+)
+WORKLOADS = {
+    (part, name): Workload(model, options, batch_size, ranks, name + column)
+    for part, name, model, options, batch_size, ranks, column in _ALL
+}
 """By what is done and the model's name."""
 SMOKE = ((MODELLED, "AmoebaNet-D (3, 32)"), (COUNTED, "Transformer-6"))
 SECONDS = {MODELLED: 2.0, COUNTED: 15.0}
+ANSWERS: dict[str, tuple[Question, str]] = {
+    MODELLED: ("as published", "by shape"),
+    COUNTED: ("here", "as its process wrote them"),
+}
+"""By part: the question that it answers, and how."""
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -201,21 +199,21 @@ def cells(records: Sequence[Record]) -> list[Result]:
             row="bytes sent by a pipeline over data parallelism",
             column=str(record.details["column"]),
             source="others",
-            question="as published" if part == MODELLED else "here",
+            question=question,
             metric=record.metric(RATIO),
-            spread=_over_cuts(record.details.get("by_cut", {})),
+            spread=_over_cuts([*record.details.get("by_cut", {}).values()]),
             record=record,
             note=f"Of the rank that sends most in a step, {how}.",
         )
-        for part, how in ((MODELLED, "by shape"), (COUNTED, "as its process wrote them"))
+        for part, (question, how) in ANSWERS.items()
         for record in of_case(records, "done", part=part)
     ]
 
 
-def _over_cuts(ratios: Mapping[str, float]) -> Spread | None:
+def _over_cuts(ratios: Sequence[float]) -> Spread | None:
     if not ratios:
         return None
-    part = Part(what="balanced by", low=min(ratios.values()), high=max(ratios.values()))
+    part = Part(what="balanced by", low=min(ratios), high=max(ratios))
     return Spread(low=part.low, high=part.high, parts=(part,), combinations=len(ratios))
 
 
@@ -224,17 +222,15 @@ def tables(records: Sequence[Record]) -> str:
         found = record.metric(name, way=way)
         return "-" if found is None or found.value is None else f"{found.value / 1e6:,.2f}"
 
-    lines = [
-        [
-            str(record.details["column"]),
-            how,
-            *(mb(record, "bytes sent", way) for way in ("pp", "dp")),
-            *(f"{each.value:.3f}" for each in record.metrics if each.name == RATIO),
-            ", ".join(mb(record, "bytes by shape", way) for way in ("pp", "dp")),
-        ]
-        for part, how in ((MODELLED, "modelled"), (COUNTED, "measured"))
-        for record in of_case(records, "done", part=part)
-    ]
+    lines = []
+    for record in (record for part in ANSWERS for record in of_case(records, "done", part=part)):
+        ratio = record.metric(RATIO)
+        assert ratio is not None
+        sent, by_shape = (
+            [mb(record, f"bytes {name}", way) for way in ("pp", "dp")] for name in ("sent", "by shape")
+        )
+        column = str(record.details["column"])
+        lines.append([column, ratio.provenance, *sent, f"{ratio.value:.3f}", ", ".join(by_shape)])
     title = (
         "MB that the rank that sends most sends in one step, float32\n"
         "  pipeline   activations forward and their gradients back\n"

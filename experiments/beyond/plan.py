@@ -6,42 +6,70 @@ About half an hour on two laptop cores, which should have nothing else to do:
 
     python -m experiments run plan
 
-The best five of each plan run, and five others (`plan_steps.py`); steps that others measured on hundreds of
-accelerators are predicted on paper (`published_steps.py`).
+The best five of each plan run, and five others (`plan_steps.py`).
+
+Steps that others measured on many accelerators (results/published-steps.toml) are predicted on paper. They
+are laid out as they were stated and not searched for: the cut is even by the work of layers, and there is
+memory for all of them. A share of recomputation between none and all lies between those two steps. Layers are
+a roofline of the accelerator and links are nominal, so every number is modelled and has the range of the
+share of the peak. Where memory was published, too, the peak is what `plan --pp 1 --num-microbatches 1 --remat
+...` says of that grid; what was published is what torch's allocator had reserved, its fragments included.
+Sweeps are ways to train one model on one cluster that somebody tried in turn: a plan needs no right number to
+be right, only the right order.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.beyond import published_steps
 from gpipe_bench.experiments.beyond.side_by_side import measured, trust_of
 from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, MODELS, PART, PREDICTED, STEP
-from gpipe_bench.experiments.drawing import COLORS, picture
+from gpipe_bench.experiments.drawing import picture
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Record, of_case
-from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.record import Metric, Record, of_case
+from gpipe_bench.harness.report.grid import Grid as Table
+from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.planner.candidate import Grid, Prediction, Way
+from gpipe_bench.planner.collectives import forward_kind
+from gpipe_bench.planner.predict import predict
+from gpipe_bench.planner.request import Request, link_named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
+    from gpipe_bench.planner.costs import Costs
+    from gpipe_bench.planner.model import Model
 
+PUBLISHED_STEPS, SWEEPS = "published steps", "published sweeps"
 SECONDS = {"smoke": 16.0, "short": 200.0, "full": 560.0}
+"""Approximate seconds of a model's case, by profile."""
+ON_PAPER_S = 130.0  # approximate seconds of each of the two cases on paper
 
 
 def cases(options: RunOptions) -> list[Case]:
     seconds, models = SECONDS[options.profile], MODELS[options.profile]
     asked = [Case({"part": PART, "model": model}, seconds) for model in models]
-    parts = () if options.profile == "smoke" else (published_steps.PART, published_steps.SWEEPS)
-    return [*asked, *(Case({"part": part}, published_steps.SECONDS) for part in parts)]
+    on_paper = () if options.profile == "smoke" else (PUBLISHED_STEPS, SWEEPS)
+    return [*asked, *(Case({"part": part}, ON_PAPER_S) for part in on_paper)]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    if case.key["part"] != PART:
-        return published_steps.run(str(case.key["part"]))
+    if case.key["part"] == PUBLISHED_STEPS:
+        return run_published([(step.name, step) for step in steps()])
+    if case.key["part"] == SWEEPS:
+        return run_published(
+            [
+                (f"{name}, {number}: {step.way}", step)
+                for name, ways in sweeps().items()
+                for number, step in enumerate(ways, start=1)
+            ]
+        )
     from gpipe_bench.experiments.beyond import plan_steps
 
     planned = MODELS[options.profile][str(case.key["model"])]
@@ -71,21 +99,17 @@ def ran(records: Sequence[Record]) -> DataFrame:
 
     rows = []
     for record in of_case(records, "done", part=PART):
-        details = record.details
+        details, void = record.details, bool(record.details.get("void"))
         for place, number in enumerate(details["plan"]["places"]):
             name = details["plan"]["ranking"][number]["name"]
-            predicted, step, clock = (
-                record.metric(what, configuration=name) for what in (PREDICTED, STEP, BY_THE_CLOCK)
-            )
-            assert predicted is not None
-            assert step is not None
-            assert clock is not None
+            of_name = {each.name: each for each in record.metrics if each.key.get("configuration") == name}
+            predicted, step = of_name[PREDICTED], of_name[STEP]
             rows.append(
                 {
-                    "model": details["title"], "void": bool(details.get("void")), "rank": number + 1,
+                    "model": details["title"], "void": void, "rank": number + 1,
                     "chosen": place < details["chosen"], "name": name, "predicted": predicted.value,
                     "low": predicted.low, "high": predicted.high, "measured": step.value,
-                    "interval": measured(step), "clock": clock.value,
+                    "interval": measured(step), "clock": of_name[BY_THE_CLOCK].value,
                 }
             )  # fmt: skip
     table = DataFrame(rows)
@@ -122,8 +146,8 @@ def tables(records: Sequence[Record]) -> str:
     grids = [
         *([_rules(found(judged))] if len(judged) else []),
         *(_model(record, ran([record])) for record in of_case(records, "done", part=PART)),
-        *map(published_steps.table, of_case(records, "done", part=published_steps.PART)),
-        *map(_sweeps, of_case(records, "done", part=published_steps.SWEEPS)),
+        *map(_published, of_case(records, "done", part=PUBLISHED_STEPS)),
+        *map(_sweeps, of_case(records, "done", part=SWEEPS)),
     ]
     return "\n\n".join(grid.text() for grid in grids) or "Plans against what ran: nothing on record"
 
@@ -133,32 +157,33 @@ def percent(value: float, form: str = ".1f") -> str:
     return f"{100 * value:{form}} %"
 
 
-def _rules(numbers: dict[str, float]) -> Grid:
+def _holds(holds: bool) -> str:
+    return "yes" if holds else "NO"
+
+
+def _rules(numbers: dict[str, float]) -> Table:
     lines = []
     for what, number, sign, bound in RULES:
         show = "{:.0f}".format if bound >= 1 else "{:.2f}".format if sign == ">=" else percent
         value = numbers[number]
         holds = value >= bound if sign == ">=" else value <= bound
-        lines.append([what, f"{sign} {show(bound)}", show(value), "yes" if holds else "NO"])
-    return Grid(
-        title="Plans against what ran: what was asked, and what was found",
-        columns=["", "asked", "found", "holds?"],
-        lines=lines,
-        notes=[
-            "Errors are of the step's median at the speed that the machine had when the layers were "
-            "timed; by the clock they are in the tables below."
-        ],
+        lines.append([what, f"{sign} {show(bound)}", show(value), _holds(holds)])
+    note = (
+        "Errors are of the step's median at the speed that the machine had when the layers were timed; by "
+        "the clock they are in the tables below."
     )
+    title = "Plans against what ran: what was asked, and what was found"
+    return Table(title=title, columns=["", "asked", "found", "holds?"], lines=lines, notes=[note])
 
 
-def _model(record: Record, ran: DataFrame) -> Grid:
+def _model(record: Record, ran: DataFrame) -> Table:
     details, void = record.details, record.details.get("void")
     costs, summary = details["costs"], "nothing to compare"
     if len(ran) > 1 and not void:
         own = choices(ran).iloc[0]
         summary = f"rank correlation {own['rank correlation']:.2f}, regret {percent(own.regret)}"
     drift = ", ".join(f"{each.value:.2f}" for each in record.metrics if each.name == "drift")
-    return Grid(
+    return Table(
         title=f"{details['title']}, {details['scale']}, mini-batch of {details['batch_size']}, two processes",
         columns=["rank", "configuration", "predicted (ms)", "measured (ms) [95 %]", "error", "by the clock"],
         lines=[
@@ -178,41 +203,20 @@ def _model(record: Record, ran: DataFrame) -> Grid:
     )  # fmt: skip
 
 
-def _sweeps(record: Record) -> Grid:
-    """Whether the fastest way of others was the one that is predicted to be; seconds an example, since ways
-    of one sweep may have had different mini-batches.
-    """
-    from pandas import DataFrame
+# What ran on two processes, drawn
 
-    rows = DataFrame(record.details["steps"]).rename(columns={"sweep": "model"})
-    rows["predicted"], rows["measured"] = rows.step_s / rows.batch_size, rows.measured_s / rows.batch_size
-    rows["inside"] = (rows.low_s <= rows.measured_s) & (rows.measured_s <= rows.high_s)
-    of_each = rows.groupby("model", sort=False).inside.agg(["size", "sum"]).join(choices(rows))
-    return Grid(
-        title="Sweeps of others, in the order of our predictions (modelled)",
-        columns=["", "ways", "inside", "rank correlation", "regret"],
-        lines=[
-            [name, ways, inside, f"{order:.2f}", percent(regret)]
-            for name, ways, inside, order, regret in of_each.itertuples()
-        ],
-        notes=["Regret: how much longer a step of the way predicted to be the fastest took there."],
-        right=frozenset({1, 2, 3, 4}),
-    )
-
-
-BAND = 0.12
-"""The worst error that was asked for, either way."""
-TICKS_MS = (5, 10, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700, 1000)
+BAND = 0.12  # the worst error that was asked for, either way
+TICKS_MS = (5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """A panel for each model, where any ran and was not void."""
+    """The picture, where any ran and was not void."""
     shown = picture(
         name="plan-predicted",
         caption="Steps that ran on two processes against their predictions, made before any of them ran",
         alt=(
-            "A panel for each model: a point for each configuration near the diagonal, filled for the "
-            "plan's best five and square for replicas; the grey band is an error of 12 % either way."
+            "A point for each configuration near the diagonal, in its model's colour, a dot for the plan's "
+            "best, a cross for others; the grey band is an error of 12 % either way."
         ),
         draw=partial(_draw, records),
     )
@@ -222,35 +226,216 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 
 def _draw(records: Sequence[Record]) -> Figure:
     """Both axes in milliseconds, logarithmic: shards take several times as long."""
+    import seaborn
     from matplotlib.figure import Figure
 
     every = ran(records)
-    models = every[~every.void].groupby("model", sort=False)
-    columns = min(len(models), 2)
-    rows = -(-len(models) // columns)
-    figure = Figure(figsize=(3.6 * columns, 3.5 * rows), layout="constrained")
-    for place, (model, own) in enumerate(models):
-        axes = figure.add_subplot(rows, columns, place + 1)
-        values = own[["predicted", "measured"]].to_numpy()
-        line = [0.9 * values.min(), 1.05 * values.max()]
-        low, high = ([x * (1 + off) for x in line] for off in (-BAND, BAND))
-        axes.fill_between(line, low, high, color="0.92")
-        axes.plot(line, line, color="0.6", linewidth=0.8)
-        for (others, replicas), points in own.groupby([~own.chosen, own.name.str.startswith("dp")]):
-            axes.plot(
-                points.predicted, points.measured, linestyle="none", marker="s" if replicas else "o",
-                markersize=5, color=COLORS["B"], markerfacecolor="white" if others else COLORS["B"],
-                label=("others" if others else "the plan's best") + ", replicas" * replicas,
-            )  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlim=line, ylim=line)
-        axes.set(xlabel="predicted (ms)", ylabel="measured (ms)")
-        ticks = [tick for tick in TICKS_MS if line[0] <= tick <= line[1]]
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_ticks(ticks, [str(tick) for tick in ticks])
-            axis.set_ticks([], minor=True)
-        axes.set_title(model, fontsize="medium")
-        axes.legend(loc="upper left", frameon=False, fontsize="small")
+    shown = every[~every.void]
+    kinds = shown.chosen.map({True: "the plan's best", False: "others"}).rename("configuration")
+    figure = Figure(figsize=(7.2, 5), layout="constrained")
+    axes = figure.add_subplot()
+    values = shown[["predicted", "measured"]].to_numpy()
+    line = [0.9 * values.min(), 1.05 * values.max()]
+    low, high = ([x * (1 + off) for x in line] for off in (-BAND, BAND))
+    axes.fill_between(line, low, high, color="0.92")
+    axes.plot(line, line, color="0.6", linewidth=0.8)
+    seaborn.scatterplot(
+        shown, x="predicted", y="measured", hue="model", style=kinds,
+        style_order=("the plan's best", "others"), ax=axes,
+    )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="predicted (ms)", ylabel="measured (ms)")
+    axes.minorticks_off()
+    axes.set(xticks=TICKS_MS, xticklabels=TICKS_MS, yticks=TICKS_MS, yticklabels=TICKS_MS)
+    axes.set(xlim=line, ylim=line)
+    seaborn.move_legend(axes, "center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return figure
+
+
+# Steps that others measured
+
+PATH = PUBLISHED / "published-steps.toml"
+HOST = 8  # accelerators of a host, in all of them
+RECOMPUTED = {0.0: "never", 0.5: "selective", 1.0: "blocks"}
+"""What `--remat` calls a share of recomputation."""
+MEMORY_ERROR = 0.1
+"""What a predicted peak may be away from a published one, for the allocator's fragments and for whether a
+selective checkpoint keeps every product or every second one: fixed before any of them was predicted."""
+INSIDE_SHARE, MOST_WIDTH = 0.75, 1.6
+"""The share of the steps that is asked to lie in its predicted range, and how wide that may be at most, its
+upper end over its lower end: fixed before any of them was predicted."""
+
+
+def as_stated(costs: Costs, request: Request, way: Way, remat: str) -> Prediction:
+    """A way, cut evenly by the work of layers; its bytes are counted where the costs have profiles."""
+    seconds = costs.at(way.microbatch_size).layers_s
+    ahead_s, back_s = seconds[forward_kind(seconds)], seconds["B"]
+    cut = partition([a + b for a, b in zip(ahead_s, back_s, strict=True)], way.num_stages)
+    candidate = way.candidate(cut, (remat,) * way.num_stages)
+    return predict(candidate, costs, request, parts=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A row of the file, which says what each of them is."""
+
+    name: str
+    source: str
+    device: str
+    accelerators: int
+    link: str
+    batch_size: int
+    recomputed: float
+    attention: str
+    differs: str
+    shape: str = ""
+    builder: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    between: str = ""
+    cards: int = HOST
+    per_host: int = HOST
+    precision: str = "bfloat16"
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    level: int = 0
+    tp: int = 1
+    schedule: str = "1f1b"
+    stages_per_worker: int = 1
+    num_microbatches: int = 1
+    fuses: bool = False
+    speed: float = 0.0
+    step_s: float = 0.0
+    memory_gib: float = 0.0
+
+    @property
+    def way(self) -> str:
+        """Name within its sweep: `pp 2 dp 4 tp 1 M 8 a100`."""
+        return f"pp {self.pp} dp {self.dp * self.fsdp} tp {self.tp} M {self.num_microbatches} {self.device}"
+
+    @property
+    def measured_s(self) -> float:
+        if self.step_s:
+            return self.step_s
+        return self.batch_size * int(self.model().inputs.tensors[0].shape[1]) / self.accelerators / self.speed
+
+    def model(self) -> Model:
+        """The model on the meta device, with the attention that the published step used."""
+        from gpipe_bench.models import SHAPES
+        from gpipe_bench.planner.model import built
+
+        builder, options = SHAPES[self.shape] if self.shape else (self.builder, self.options)
+        return replace(built(self.name, builder, options, self.batch_size), attention=self.attention)
+
+    def predicted(self) -> tuple[float, float, float]:
+        """Seconds of the step, and the ends of its range."""
+        costs, request, way = self._costs()
+        costs = replace(costs, profiles=None)
+        none, every = (as_stated(costs, request, way, remat) for remat in ("never", "always"))
+        middle, low, high = (
+            (1 - self.recomputed) * getattr(none, end) + self.recomputed * getattr(every, end)
+            for end in ("step_s", "low_s", "high_s")
+        )
+        return middle, low, high
+
+    def peak_gib(self) -> float:
+        """Peak of the fullest accelerator, with the recomputation that `plan` has a name for."""
+        return as_stated(*self._costs(), RECOMPUTED[self.recomputed]).peak / 2**30
+
+    def _costs(self) -> tuple[Costs, Request, Way]:
+        from gpipe_bench.planner.accelerators import accelerator
+        from gpipe_bench.planner.roofline import by_roofline
+
+        request = Request(
+            accelerators=self.accelerators, device_type=self.device, memory_bytes=2**60,
+            batch_size=self.batch_size, precision=self.precision, link=link_named(self.link, self.device),
+            between=link_named(self.between, self.device) if self.between else None, cards=self.cards,
+            hosts=max(1, self.accelerators // self.per_host),
+        )  # fmt: skip
+        size = self.batch_size // (self.dp * self.fsdp * self.num_microbatches)
+        on = replace(accelerator(self.device, self.precision), fuses=self.fuses)
+        costs = by_roofline(self.model(), request, (size,), on)
+        grid = Grid(self.pp, self.dp, self.fsdp, self.level, self.tp)
+        return costs, request, Way(grid, self.schedule, self.stages_per_worker, self.num_microbatches, size)
+
+
+@cache
+def steps() -> tuple[Step, ...]:
+    return tuple(Step(**row) for row in tomllib.loads(PATH.read_text(encoding="utf-8"))["step"])
+
+
+@cache
+def sweeps() -> dict[str, tuple[Step, ...]]:
+    """The sweeps in results/published-steps.toml: ways of one cluster, by the sweep's name."""
+    rows = tomllib.loads(PATH.read_text(encoding="utf-8")).get("sweep", ())
+    return {row["name"]: tuple(Step(**row | way) for way in row.pop("ways")) for row in rows}
+
+
+def run_published(named: Sequence[tuple[str, Step]]) -> Outcome:
+    rows: list[dict[str, Any]] = [
+        {"name": name, "source": step.source, "differs": step.differs, "measured_s": step.measured_s}
+        | {"sweep": step.name, "batch_size": step.batch_size}
+        | dict(zip(("step_s", "low_s", "high_s"), step.predicted(), strict=True))
+        | ({"memory_gib": step.memory_gib, "peak_gib": step.peak_gib()} if step.memory_gib else {})
+        for name, step in named
+    ]
+    metrics = [
+        Metric(
+            STEP, row["step_s"], "s", "modelled", key={"name": row["name"]}, low=row["low_s"],
+            high=row["high_s"],
+        )
+        for row in rows
+    ]  # fmt: skip
+    return Outcome(tuple(metrics), {"steps": rows})
+
+
+def _published(record: Record) -> Table:
+    """Each step beside the range that is predicted of it."""
+    rows, lines = record.details["steps"], []
+    inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
+    widest = max(row["high_s"] / row["low_s"] for row in rows)
+    enough = sum(inside) >= INSIDE_SHARE * len(rows) and widest <= MOST_WIDTH
+    for row, is_inside in zip(rows, inside, strict=True):
+        predicted = f"{row['step_s']:.2f} [{row['low_s']:.2f}, {row['high_s']:.2f}]"
+        line = [row["name"], f"{row['measured_s']:.2f}", predicted, _holds(is_inside), "", "", ""]
+        if "memory_gib" in row:
+            error = row["peak_gib"] / row["memory_gib"] - 1
+            peak = f"{row['peak_gib']:.1f} ({error:+.0%})"
+            line[4:] = [f"{row['memory_gib']:.1f}", peak, _holds(abs(error) <= MEMORY_ERROR)]
+        lines.append(line)
+    return Table(
+        title="Published steps of the largest models, on paper (modelled)",
+        columns=["", "measured (s)", "predicted (s) [range]", "inside", "GiB", "predicted", "inside"],
+        lines=lines,
+        notes=[
+            f"{sum(inside)} of {len(rows)} inside, the widest range a factor of {widest:.2f}; asked: "
+            f"{INSIDE_SHARE:.0%} of them, and at most {MOST_WIDTH:g}: {_holds(enough)}",
+            f"memory, where it was published: inside is at most {MEMORY_ERROR:.0%} away",
+            *(f"{row['name']}: {row['source']}; not in the prediction: {row['differs']}" for row in rows),
+        ],
+        right=frozenset({1, 4}),
+    )
+
+
+def _sweeps(record: Record) -> Table:
+    """Whether the fastest way of others was the one that is predicted to be; seconds an example, since ways
+    of one sweep may have had different mini-batches.
+    """
+    from pandas import DataFrame
+
+    rows = DataFrame(record.details["steps"]).rename(columns={"sweep": "model"})
+    rows["predicted"], rows["measured"] = rows.step_s / rows.batch_size, rows.measured_s / rows.batch_size
+    rows["inside"] = (rows.low_s <= rows.measured_s) & (rows.measured_s <= rows.high_s)
+    of_each = rows.groupby("model", sort=False).inside.agg(["size", "sum"]).join(choices(rows))
+    return Table(
+        title="Sweeps of others, in the order of our predictions (modelled)",
+        columns=["", "ways", "inside", "rank correlation", "regret"],
+        lines=[
+            [name, ways, inside, f"{order:.2f}", percent(regret)]
+            for name, ways, inside, order, regret in of_each.itertuples()
+        ],
+        notes=["Regret: how much longer a step of the way predicted to be the fastest took there."],
+        right=frozenset({1, 2, 3, 4}),
+    )
 
 
 EXPERIMENT = Experiment(

@@ -1,15 +1,13 @@
 """A case that plans and runs: layers are timed on two processes, all ways predicted, and ten of them run.
 
-What is ranked is what the search of `plan` lays out, the function that users ask, where it may choose among
-ways that two processes can take: so errors, rank correlation and regret are those of its answers. It is asked
-for each kind of re-materialization alone, because with all the memory that there is it would recompute
-nothing. The best five are run, and five others that lie evenly in the rest of the ranking, so that a plan
-that is wrong about the slow ones is found out, too.
+What is ranked is what the search of `plan` lays out, where it may choose among ways that two processes can
+take. It is asked for each kind of re-materialization alone, because with all the memory that there is it
+would recompute nothing. The best five run, and five others that lie evenly in the rest of the ranking, so
+that a plan that is wrong about the slow ones is found out, too.
 
-The plan is made from the probes before any of its candidates has taken a step, and is not touched again.
-Then the candidates take turns, there and back in every round, and before and after each step stands the
-reference step of the probes: a prediction is for a machine as fast as it was when the layers were timed, and
-that can be told only by something else that was timed both times.
+The plan is made before any of its candidates has taken a step. Then the candidates take turns, there and back
+in every round, and before and after each step stands the reference step of the probes: a prediction is for a
+machine as fast as it was when the layers were timed, and only something else that was timed both times tells.
 """
 
 from __future__ import annotations
@@ -59,8 +57,20 @@ REPLICATED = (("1f1b", "never"), ("1f1b", "always"))
 
 
 def run(planned: Planned, seed: int, device: str) -> Outcome:
-    """The case of a model."""
-    return outcome(planned, run_processes(work, NUM_WORKERS, planned, SEED + seed, device, device=device))
+    found = run_processes(work, NUM_WORKERS, planned, SEED + seed, device, device=device)
+    metrics, details = numbers(planned, found)
+    drifts = [each.details["drift"] for each in found]
+    note = "the reference step while the plan ran, over the same while the layers were timed"
+    metrics += [
+        Metric("drift", drift, "ratio", "measured", key={"process": number}, note=note)
+        for number, drift in enumerate(drifts)
+    ]
+    details |= facts_of(found, metrics)
+    if off := [drift for drift in drifts if not 1 / MOST_DRIFT <= drift <= MOST_DRIFT]:
+        details["void"] = (
+            f"a core's speed drifted by a factor of {off[0]:.2f} between the probes and the steps"
+        )
+    return Outcome(tuple(metrics), details)
 
 
 def work(planned: Planned, seed: int, device: str) -> Found:
@@ -148,7 +158,6 @@ def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, An
 
 
 def request_of(costs: Costs, planned: Planned) -> Request:
-    """The request that the plan answered."""
     return Request(
         accelerators=NUM_WORKERS, memory_bytes=MEMORY_BYTES, batch_size=planned.batch_size,
         link=costs.link or FREE, optimizer=planned.optimizer,
@@ -165,16 +174,14 @@ def ranked(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Predi
 
 
 def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Candidate]:
-    """Candidates that the search of `plan` finds among `WAYS` and `REPLICATED` alone, each with
-    its best cut: for as many accelerators as there are processes, with every number of micro-batches in
-    `numbers`, of which replicas have their shares, for sizes that there are costs of. Equal ones once.
+    """Candidates that the search of `plan` finds among `WAYS` and `REPLICATED` alone, each with its best cut
+    and with every number of micro-batches in `numbers`, of which replicas have their shares. Equal ones once.
     """
     shares = tuple(sorted({number // NUM_WORKERS for number in numbers if number % NUM_WORKERS == 0}))
     found: dict[Any, Candidate] = {}  # by rows and cuts: with few micro-batches some schedules are the same
     for remat in REMAT_MODES:
-        pipelines = tuple(name for name, _, what in WAYS if what == remat)
-        replicas = tuple(name for name, what in REPLICATED if what == remat)
-        for pp, schedules, counts in ((NUM_WORKERS, pipelines, tuple(numbers)), (1, replicas, shares)):
+        for pp, ways, counts in ((NUM_WORKERS, WAYS, tuple(numbers)), (1, REPLICATED, shares)):
+            schedules = tuple(name for name, *_, what in ways if what == remat)
             if not schedules or not counts or (pp == 1 and not costs.parameter_bytes):
                 continue  # of replicas nothing is known of what they would sum
             space = Space(schedules=schedules, microbatches=counts, pp=(pp,), remats=(remat,), fewer=False)
@@ -195,14 +202,11 @@ def to_run(ranking: Sequence[Prediction], chosen: int, others: int) -> list[int]
     found = {*range(rest.start), *(rest if len(rest) <= others else ())}
     if len(rest) > others:
         found |= {rest[round((step + 1) * (len(rest) - 1) / others)] for step in range(others)}
-    kinds = {
-        ranking[place].candidate.grid.fsdp_level
-        for place in found
-        if ranking[place].candidate.grid.replicas > 1
-    }
-    for place, each in enumerate(ranking):
-        if each.candidate.grid.replicas > 1 and each.candidate.grid.fsdp_level not in kinds:
-            kinds.add(each.candidate.grid.fsdp_level)
+    grids = [each.candidate.grid for each in ranking]
+    kinds = {grids[place].fsdp_level for place in found if grids[place].replicas > 1}
+    for place, grid in enumerate(grids):
+        if grid.replicas > 1 and grid.fsdp_level not in kinds:
+            kinds.add(grid.fsdp_level)
             found.add(place)
     return sorted(found)
 
@@ -217,8 +221,8 @@ def title(candidate: Candidate) -> str:
     return f"{grid}{candidate.schedule}, M = {candidate.num_microbatches}{again}"
 
 
-def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
-    """Numbers from what the processes of a case found."""
+def numbers(planned: Planned, found: Sequence[Found]) -> tuple[list[Metric], dict[str, Any]]:
+    """Steps of each configuration, predicted and taken, the control, and details of the plan."""
     first = found[0].details
     costs, ranking = first["costs"], first["ranking"]
     request, clock = request_of(costs, planned), slowest([each.times for each in found])
@@ -228,73 +232,40 @@ def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
         prediction = ranking[number]
         name = title(prediction.candidate)
         key: dict[str, Scalar] = {"configuration": name}
-        speeds = [each.details["speeds"][name] for each in found]
-        steps[name] = at_reference_s(prediction, costs, request, clock[name], speeds)
+        layout = Layout(prediction.candidate, costs, request)
+        plain_s = float(layout.timeline().makespan_s)
+        # Workers that were slower around a step make the replayed one longer, and the real one too.
+        around = zip(*(each.details["speeds"][name] for each in found), strict=True)
+        steps[name] = [
+            step_s * plain_s / float(layout.timeline(speeds).makespan_s)
+            for step_s, speeds in zip(clock[name], around, strict=True)
+        ]
+        note = "at the speed that the machine had when the layers were timed"
         metrics += [
             Metric(
                 PREDICTED, 1e3 * prediction.step_s, "ms", "replayed", key=key, low=1e3 * prediction.low_s,
                 high=1e3 * prediction.high_s,
                 note="made before any step of it; 95 % of single steps",
             ),
-            from_samples(
-                STEP, [1e3 * each for each in steps[name]], "ms", key=key,
-                note="at the speed that the machine had when the layers were timed",
-            ),
+            from_samples(STEP, [1e3 * each for each in steps[name]], "ms", key=key, note=note),
             from_samples(BY_THE_CLOCK, [1e3 * each for each in clock[name]], "ms", key=key),
         ]  # fmt: skip
     ratios = [ratio for name in steps for ratio in against_itself(steps, name)]
-    drifts = [each.details["drift"] for each in found]
-    metrics += [
-        *conditions_of(found, ratios, "first sample of a round / second, of all configurations"),
-        *(
-            Metric(
-                "drift", drift, "ratio", "measured", key={"process": number},
-                note="the reference step while the plan ran, over the same while the layers were timed",
-            )
-            for number, drift in enumerate(drifts)
-        ),
-    ]  # fmt: skip
-    of_costs = {name: each for name, each in costs.to_data().items() if name != "jitter"}
+    metrics += conditions_of(found, ratios, "first sample of a round / second, of all configurations")
     rows = [
         {"name": title(each.candidate), "cut": [len(stage) for stage in each.candidate.cut],
          "step_ms": 1e3 * each.step_s, "low_ms": 1e3 * each.low_s, "high_ms": 1e3 * each.high_s}
         for each in ranking
     ]  # fmt: skip
-    details: dict[str, Any] = {
+    of_costs = {name: each for name, each in costs.to_data().items() if name != "jitter"}
+    return metrics, {
         "title": planned.title,
         "scale": planned.scale,
         "batch_size": planned.batch_size,
         "chosen": min(planned.chosen, len(steps)),
         "plan": {"ranking": rows, "places": first["places"]},
         "costs": of_costs | {name: first[name] for name in ("probes_s", "plan_s")},
-        **facts_of(found, metrics),
     }
-    off = [drift for drift in drifts if not 1 / MOST_DRIFT <= drift <= MOST_DRIFT]
-    if off:
-        details["void"] = (
-            f"a core's speed drifted by a factor of {off[0]:.2f} between the probes and the steps"
-        )
-    return Outcome(tuple(metrics), details)
-
-
-def at_reference_s(
-    prediction: Prediction,
-    costs: Costs,
-    request: Request,
-    steps_s: Sequence[float],
-    speeds: Sequence[Sequence[float]],
-) -> list[float]:
-    """The steps of the slowest process at the speed that the machine had when the layers were timed.
-
-    A worker that was slower around a step, by its `speeds`, makes the replayed step longer by so much, and
-    the step that ran is made shorter by as much.
-    """
-    layout = Layout(prediction.candidate, costs, request)
-    plain_s = float(layout.timeline().makespan_s)
-    return [
-        step_s * plain_s / float(layout.timeline(around).makespan_s)
-        for step_s, around in zip(steps_s, zip(*speeds, strict=True), strict=True)
-    ]
 
 
 # Models of one's own, as users bring them
@@ -335,28 +306,14 @@ def mixer() -> Built:
     return [first, *blocks, head], inputs, target, nn.functional.cross_entropy
 
 
-class Attending(nn.Module):
-    """A block of a language model."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.feed_forward = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, value: Tensor) -> Tensor:
-        normed = self.norm(value)
-        value = value + self.attention(normed, normed, normed, need_weights=False)[0]
-        made: Tensor = value + self.feed_forward(value)
-        return made
-
-
 def attending() -> Built:
-    """A model of torch's own attention."""
     width, words = 192, 1000
-    blocks = [Attending(width, heads=6) for _ in range(9)]
+    blocks = [
+        nn.TransformerEncoderLayer(
+            width, 6, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        for _ in range(9)
+    ]
     tokens = torch.zeros(8, 32, dtype=torch.long)
     return [nn.Embedding(words, width), *blocks, nn.Linear(width, words)], tokens, tokens, _next_word
 
@@ -373,5 +330,4 @@ class _Transposed(nn.Module):
 
 class _Mean(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
-        """Mean over the places."""
         return value.mean(1)

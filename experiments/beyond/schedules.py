@@ -5,35 +5,59 @@ costs zero bubble in a V needs the least time, V-Min the least memory without re
 
     python -m experiments run schedules
 
+Published numbers are rows of results/published-schedules.csv. Qi et al. (Zero Bubble Pipeline Parallelism,
+arXiv 2401.10241) print the seconds of a forward, of both halves of a backward and of a message for each of
+their models, and the idle share of a worker's time: (cost - m (F + B + W)) / cost, where the cost is the
+longest span of a worker from its first action to its last. Nothing is unknown, so the replay must come to the
+same; what they searched for (ZB-1p, ZB-2p, ZB-V) is the generator's under the same cap of graphs alive, and
+another search may beat it. For OLMo-core, torchtitan and Primus, bubbles and numbers of live micro-batches
+follow from the schedule alone. Their ratios of speeds are ranges over what is not stated, numbers of
+micro-batches and stages per worker; what differs beyond is put down to kernels and messages.
+
 At equal costs a worker's whole share of the model takes one slot forward and two backward, whatever the
-number of its stages, and messages take no time: what is compared are the schedules and nothing else. What
-they take of a real model is for `engines`, which times them, and for `plan`, which chooses one.
+number of its stages, and messages take no time: what is compared are the schedules and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import csv
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from itertools import product
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.beyond import published
-from gpipe_bench.experiments.beyond.published import alive_by_worker, laid_out
+import msgspec
+
 from gpipe_bench.experiments.drawing import COLORS, legend, picture
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Metric, Record, Scalar, find, frame, of_case
 from gpipe_bench.harness.report.grid import numbers_text
+from gpipe_bench.harness.verdict import Part, Result, Spread
 from gpipe_bench.pipeline.plan.generate import generate
-from gpipe_bench.pipeline.plan.links import FREE
+from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import NAMED, named, vee
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.plan.simulate import SLOTS
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, most_alive_of
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-EQUAL = "equal costs"
+PART, EQUAL = "published", "equal costs"
+PATH = PUBLISHED / "published-schedules.csv"
+SECONDS = {
+    "zero-bubble": 30.0, "zero-bubble-v": 4.0, "zero-bubble-speed": 10.0, "schedules-formulas": 1.0,
+    "schedules-elsewhere": 1.0,
+}  # fmt: skip
+"""Estimated seconds of a case, by table of results/paper.csv."""
+WHOLE = "theirs is the memory of a GPU, parameters and optimizer included; ours the activations' alone"
+OPEN = "micro-batches and stages per worker, where they are not stated"
+
+
 GENERATED, GENERATED_V = "generated", "generated, V"
 NAMES = (*NAMED, GENERATED, GENERATED_V)
 """Names of schedules in the order in which they are shown; generated ones keep within the memory of 1F1B."""
@@ -41,24 +65,176 @@ WITHOUT_NAIVE = tuple(name for name in NAMES if name != "naive")
 REMATS = ("never", "always")
 TIMES = (1, 2, 4)  # M as a multiple of K
 CHART_WORKERS = 4  # of the charts that are kept
-GRID_S = {2: 0.5, 4: 1.0, 8: 4.0, 16: 15.0}
-"""Estimated seconds of a case, by K."""
+GRID_S = {2: 0.5, 4: 1.0, 8: 4.0, 16: 15.0}  # estimated seconds of a case, by K
 KEPT = {"never": "kept", "always": "recomputed"}
 HOW = {"never": "without re-materialization", "always": "every micro-batch recomputed"}
 
 
 def cases(options: RunOptions) -> list[Case]:
     smoke = options.profile == "smoke"
-    numbers = [k for k in GRID_S if not smoke or k <= 4]
+    tables = [table for table in SECONDS if not smoke or table.startswith("schedules-")]
     return [
-        *published.cases(smoke),
-        *(Case({"part": EQUAL, "num_workers": number}, GRID_S[number]) for number in numbers),
+        *(Case({"part": PART, "table": table}, SECONDS[table]) for table in tables),
+        *(Case({"part": EQUAL, "num_workers": k}, GRID_S[k]) for k in GRID_S if not smoke or k <= 4),
     ]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     key: dict[str, Any] = case.key
-    return published.run(key["table"]) if key["part"] == published.PART else run_equal(key["num_workers"])
+    return run_published(key["table"]) if key["part"] == PART else run_equal(key["num_workers"])
+
+
+def laid_out(schedule: Schedule, times: Mapping[Kind, float] = SLOTS, link: Link = FREE) -> Timeline:
+    """The schedule replayed with times of a worker's whole share of the model."""
+    share = schedule.num_workers / schedule.num_stages
+    return replay(schedule, {kind: share * each for kind, each in times.items()}, link)
+
+
+def alive_by_worker(schedule: Schedule) -> list[int]:
+    """The most graphs that each worker holds at a time."""
+    return [most_alive_of(row) for row in schedule.actions]
+
+
+# Published numbers
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A published number and the schedule that it is of.
+
+    Args:
+        table, row, column: its place in paper.csv
+        what: the number, as `value_of` has it
+        schedule: a name, or "generated", or "generated, V, whole" (two stages per worker in a V, no split)
+        num_workers: K
+        num_microbatches, stages_per_worker: several, separated by spaces, where it is not stated
+        most_alive: cap of the generator
+        forward_ms, input_backward_ms, weight_backward_ms: of one micro-batch in all layers of a worker; equal
+            where nothing is given
+        message_ms: of each message
+        free_messages: which the authors' own simulation leaves out
+        note: whatever else is to be known
+    """
+
+    table: str
+    row: str
+    column: str
+    what: str
+    schedule: str
+    num_workers: int
+    num_microbatches: str
+    stages_per_worker: str = ""
+    most_alive: int | None = None
+    forward_ms: float = 1
+    input_backward_ms: float = 1
+    weight_backward_ms: float = 1
+    message_ms: float = 0
+    free_messages: float = 0
+    note: str = ""
+
+    @property
+    def settings(self) -> list[tuple[int, int | None]]:
+        """Every number of micro-batches with every one of stages per worker."""
+        turns: list[int | None] = [*map(int, self.stages_per_worker.split())]
+        return list(product(map(int, self.num_microbatches.split()), turns or [None]))
+
+    @property
+    def times_ms(self) -> dict[Kind, float]:
+        """Milliseconds of all layers of a worker, by kind of action."""
+        inputs, weights = self.input_backward_ms, self.weight_backward_ms
+        return {Kind.F: self.forward_ms, Kind.B: inputs + weights, Kind.I: inputs, Kind.W: weights}
+
+    def laid_out(self, schedule: Schedule) -> Timeline:
+        """A schedule replayed with these times, and a link that takes as long as their messages."""
+        return laid_out(schedule, self.times_ms, Link("their messages", self.message_ms))
+
+    def made(self, num_microbatches: int, turns: int | None) -> Schedule:
+        if not self.schedule.startswith("generated"):
+            return named(self.schedule, self.num_workers, num_microbatches, stages_per_worker=turns)
+        place = vee(self.num_workers) if "V" in self.schedule else tuple(range(self.num_workers))
+        share = self.num_workers / len(place)
+        times_ms = {kind: share * ms for kind, ms in self.times_ms.items()}
+        split = "whole" not in self.schedule
+        link = Link("their messages", self.message_ms)
+        return generate(place, num_microbatches, times_ms, link, split=split, most_alive=self.most_alive)
+
+    def span_ms(self, schedule: Schedule) -> float:
+        """The longest time of a worker from its first action to its last. Not the makespan: a schedule may
+        keep its skew from step to step. Only ZB-H2 and ZB-V differ in that.
+        """
+        timeline = self.laid_out(schedule)
+        ends = (timeline.of_worker(worker) for worker in range(timeline.num_workers))
+        return max(events[-1].end_s - events[0].start_s for events in ends)
+
+
+@cache
+def load_rows() -> tuple[Row, ...]:
+    """The rows of the file. Raises ValueError for other columns than a row has."""
+    with PATH.open(encoding="utf-8", newline="") as file:
+        given = [{name: text for name, text in row.items() if text} for row in csv.DictReader(file)]
+    return tuple(msgspec.convert(given, list[Row], strict=False))
+
+
+def value_of(row: Row, num_microbatches: int, turns: int | None) -> float:
+    """The number of a row under one setting. Raises ValueError for one that has no rule."""
+    schedule = row.made(num_microbatches, turns)
+    cost_ms = row.span_ms(schedule) - row.free_messages * row.message_ms
+    alive = alive_by_worker(schedule)
+    activations = max(alive) * schedule.num_workers / schedule.num_stages
+    match row.what.split():
+        case ["bubble", "rate"]:
+            return 1 - num_microbatches * (row.times_ms[Kind.F] + row.times_ms[Kind.B]) / cost_ms
+        case ["bubble"]:
+            return 100 * row.laid_out(schedule).bubble
+        case ["speed", "over", "1F1B"]:
+            return row.span_ms(named("1f1b", row.num_workers, num_microbatches)) / cost_ms
+        case ["activations"]:
+            return activations
+        case ["activations", "over", "1F1B"]:
+            return activations / min(row.num_workers, num_microbatches)
+        case ["graphs", "alive"]:
+            return max(alive)
+        case ["graphs", "alive", "on", "worker", worker]:
+            return alive[int(worker)]
+    raise ValueError(f"{PATH.name}: nothing is known of {row.what!r}; see `value_of`")
+
+
+def run_published(table: str) -> Outcome:
+    """Our number for each row of a table, and all that it may be."""
+    units = {(each.row, each.column): each.unit for each in load_paper() if each.table == table}
+    metrics, tried = [], []
+    for row in (each for each in load_rows() if each.table == table):
+        found = [value_of(row, *setting) for setting in row.settings]
+        metrics.append(
+            Metric(
+                row.row, float(median_high(found)), units[row.row, row.column], "replayed",
+                key={"column": row.column}, note=row.note or f"{row.schedule}, replayed",
+            )
+        )  # fmt: skip
+        tried.append([float(each) for each in found])
+    return Outcome(tuple(metrics), {"tried": tried})
+
+
+def cells(records: Sequence[Record]) -> list[Result]:
+    return [
+        Result(
+            table=str(record.case["table"]), row=metric.name, column=str(metric.key["column"]),
+            source="others", question="as published", metric=metric, spread=_spread(tried),
+            record=record, note=metric.note,
+            not_comparable=WHOLE if metric.name.endswith("over 1F1B, memory") else "",
+        )
+        for record in of_case(records, "done", part=PART)
+        for metric, tried in zip(record.metrics, record.details["tried"], strict=True)
+    ]  # fmt: skip
+
+
+def _spread(tried: Sequence[float]) -> Spread | None:
+    if len(tried) == 1:
+        return None
+    part = Part(what=OPEN, low=min(tried), high=max(tried))
+    return Spread(low=part.low, high=part.high, parts=(part,))
+
+
+# All schedules at equal costs
 
 
 def run_equal(num_workers: int) -> Outcome:
@@ -68,7 +244,7 @@ def run_equal(num_workers: int) -> Outcome:
         for name in NAMES:
             for remat in REMATS:
                 schedule = schedule_of(name, num_workers, number, remat)
-                timeline = in_slots(schedule)
+                timeline = laid_out(schedule)
                 alive = max(alive_by_worker(schedule)) / (schedule.num_stages / num_workers)
                 key: dict[str, Scalar] = {"schedule": name, "M": number, "remat": remat}
                 metrics += [
@@ -83,7 +259,7 @@ def run_equal(num_workers: int) -> Outcome:
         return Outcome(tuple(metrics))
 
     def chart(name: str, remat: str) -> dict[str, Any]:
-        return in_slots(schedule_of(name, num_workers, 2 * num_workers, remat)).to_data()
+        return laid_out(schedule_of(name, num_workers, 2 * num_workers, remat)).to_data()
 
     charts = {remat: {name: chart(name, remat) for name in WITHOUT_NAIVE} for remat in REMATS}
     return Outcome(tuple(metrics), {"timelines": charts})
@@ -96,11 +272,6 @@ def schedule_of(name: str, num_workers: int, num_microbatches: int, remat: str) 
     place = tuple(range(num_workers)) if name == GENERATED else vee(num_workers)
     slots = {kind: each * num_workers / len(place) for kind, each in SLOTS.items()}
     return generate(place, num_microbatches, slots, remat=remat, most_alive=len(place))
-
-
-def in_slots(schedule: Schedule) -> Timeline:
-    """The schedule replayed in slots of a worker's whole share."""
-    return laid_out(schedule, dict(SLOTS), FREE)
 
 
 def tables(records: Sequence[Record]) -> str:
@@ -131,7 +302,6 @@ def _table(record: Record, remat: str) -> str:
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """The charts, where they are on record."""
     record = find(records, "done", part=EQUAL, num_workers=CHART_WORKERS)
     if record is None:
         return []
@@ -192,7 +362,7 @@ EXPERIMENT = Experiment(
     name="schedules",
     title="Schedules beyond GPipe's: published rates, and all side by side",
     source="beyond the paper; arXiv 2401.10241, 2405.15362",
-    describe=("Published bubble rates replayed; length, bubble and memory of all schedules over K and M."),
+    describe="Published bubble rates replayed; length, bubble and memory of all schedules over K and M.",
     profiles={
         "smoke": "published rates of one model, K up to 4",
         "short": "everything, K up to 16",
@@ -200,10 +370,10 @@ EXPERIMENT = Experiment(
     },
     cases=cases,
     run=run,
-    cells=published.cells,
+    cells=cells,
     tables=tables,
     figures=figures,
-    paper_tables=tuple(published.SECONDS),
+    paper_tables=tuple(SECONDS),
     docs="docs/schedules.md",
     untimed=True,
 )

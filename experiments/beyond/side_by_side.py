@@ -1,15 +1,14 @@
 """The one way to time things in turns: variants of a step, in the same processes, judged under a control.
 
 Processes live through all rounds, so that neither start-up nor a cold allocator is measured, and every round
-runs all variants there and back in an order drawn anew (`harness/rounds.py`); only numbers of one
-round are set against each other.
+runs all variants there and back in an order drawn anew (`harness/rounds.py`); only numbers of one round are
+set against each other.
 
 A case's control is one variant against itself, its first sample of each round over its second. Where the
-interval excludes 1 the machine did not hold still, and whatever else the case found is void. It is measured
-once more with more rounds; void again, it is contaminated, and nothing of it is judged. The control's reach
-is the noise floor: a ratio that is no further from its bound than identical code was from 1 is within the
-noise, whatever its own interval says, because an interval of rounds does not see what differs between
-variants for as long as they live. (The guard keeps the same rule, `harness/guard.py`.)
+interval excludes 1 the machine did not hold still, and the case is void. It is measured once more with more
+rounds; void again, it is contaminated, and nothing of it is judged. The control's reach is the noise floor: a
+ratio that is no further from 1 than identical code was is within the noise, whatever its own interval says,
+because an interval of rounds does not see what differs between variants for as long as they live.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-MORE_ROUNDS = 2
-"""Times the rounds when a case is measured again."""
+MORE_ROUNDS = 2  # times the rounds when a case is measured again
 CALIBRATION_STEPS = 2
 
 Steps = Mapping[str, Callable[[], object] | None]
@@ -69,14 +67,13 @@ def take_turns(
     from torch import distributed as dist
 
     from gpipe_bench.pipeline.clock import conditions
-    from gpipe_bench.planner.timing import CPU, settle
-    from gpipe_bench.planner.timing import time_step as time_on
+    from gpipe_bench.planner.timing import CPU, settle, time_step
 
-    time_step = partial(time_on, device=device or CPU)
+    timed = partial(time_step, layers=layers, device=device or CPU)
 
     def repeats(step: Callable[[], object] | None) -> int:
         """Steps per sample, in every process as many as the slowest needs to fill a sample."""
-        step_s = torch.tensor([time_step(step, layers, repeats=CALIBRATION_STEPS)], dtype=torch.float64)
+        step_s = torch.tensor([timed(step, repeats=CALIBRATION_STEPS)], dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(step_s, dist.ReduceOp.MAX)
         return repeats_for([float(step_s)])
@@ -86,7 +83,7 @@ def take_turns(
     times: dict[str, list[float]] = {variant: [] for variant in steps}
     start = Usage.now()
     for variant in turns(list(steps), num_rounds, seed):
-        times[variant].append(time_step(steps[variant], layers, repeats=num_steps[variant]))
+        times[variant].append(timed(steps[variant], repeats=num_steps[variant]))
     return Found(times, Usage.now().since(start), conditions(), {})
 
 
@@ -113,18 +110,11 @@ def side_by_side(
         found = take(rounds)
         times = slowest([each.times for each in found])
         outcome = numbers(times, found)
-        ratios = against_itself(times, control)
-        metrics = (
-            *outcome.metrics,
-            *conditions_of(found, ratios, "our first sample of a round / second"),
-        )
-        details = {
-            "rounds": rounds,
-            **outcome.details,
-            **facts_of(found, metrics),
-            "cpu_s": [each.usage.cpu_s for each in found],
-        }
-        return replace(outcome, metrics=metrics, details=details)
+        note = "our first sample of a round / second"
+        metrics = [*outcome.metrics, *conditions_of(found, against_itself(times, control), note)]
+        details = {"rounds": rounds, **outcome.details, **facts_of(found, metrics)}
+        details["cpu_s"] = [each.usage.cpu_s for each in found]
+        return replace(outcome, metrics=tuple(metrics), details=details)
 
     first = measured(rounds)
     if not again or first.status != "done" or "void" not in first.details:
@@ -135,8 +125,8 @@ def side_by_side(
 
 def conditions_of(found: Sequence[Found], ratios: Sequence[float], note: str) -> list[Metric]:
     """Metrics that tell how far a case can be trusted: the control's ratios, and what else ran meanwhile."""
-    others = used_by_others([each.usage for each in found])
     share = "share of the machine's cores that other programs used meanwhile"
+    others = used_by_others([each.usage for each in found])
     return [
         from_samples("control", ratios, "ratio", note=note),
         Metric("used by others", others, "ratio", "measured", note=share),
@@ -198,11 +188,9 @@ def is_faster(ratio: Metric, control: Metric | None) -> bool | None:
     low, high = ratio.low, ratio.high
     if not ratio.value or low is None or high is None or low <= 1 <= high:
         return None
-    if control is not None and control.low and control.high:
-        floor = max(abs(math.log(control.low)), abs(math.log(control.high)))
-        if abs(math.log(ratio.value)) < floor:
-            return None
-    return ratio.value > 1
+    ends = (control.low, control.high) if control is not None else ()
+    floor = max((abs(math.log(end)) for end in ends if end), default=0.0)
+    return None if abs(math.log(ratio.value)) < floor else ratio.value > 1
 
 
 def measured(metric: Metric) -> str:

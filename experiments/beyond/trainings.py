@@ -1,6 +1,5 @@
-"""Trainings of `engines` and of `plan`, as data: models scaled to two cores, or for a few GPUs.
-
-Importing this loads no torch, and the processes of a case get their part of it.
+"""Trainings of `engines` and of `plan`, as data: models scaled to two cores, or for a few GPUs. Importing
+this loads no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 # Engines side by side
 
-KNOWN = "all"  # the engines that are always there; others are added to them
+ALL = "all"  # the engines that are always there; others are added to them
 ALWAYS = "ours, recomputing all"  # as others do, to tell apart what comes from recomputing less
 GLOO, BARE = "ours over gloo", "bare layers"
 ALONE, ALL_CORES = "sequential", "sequential on every core"
@@ -45,11 +44,13 @@ class Workload(NamedTuple):
     real: bool = True
 
 
-def _transformer(num_layers: int, width: int, heads: int, vocab_size: int = 64, seq_len: int = 64) -> Any:
-    return {
-        "num_layers": num_layers, "vocab_size": vocab_size, "d_model": width, "ffn_dim": 4 * width,
-        "num_heads": heads, "seq_len": seq_len,
+def _transformer(num_layers: int, width: int, heads: int, vocab: int = 64, tokens: int = 64) -> Workload:
+    options = {
+        "num_layers": num_layers, "vocab_size": vocab, "d_model": width, "ffn_dim": 4 * width,
+        "num_heads": heads, "seq_len": tokens,
     }  # fmt: skip
+    words = f"Transformer-{num_layers}, width {width}, 2 sequences of {tokens} tokens per micro-batch"
+    return Workload("transformer-lm", options, 2, words)
 
 
 WAIT_S = 0.02  # of a waiting stage, per action
@@ -62,22 +63,10 @@ WORKLOADS = {
         },
         4, "AmoebaNet-D (3, 64), 64 x 64 pixels, 4 images per micro-batch",
     ),
-    "transformer": Workload(
-        "transformer-lm", _transformer(6, 256, 4), 2,
-        "Transformer-6, width 256, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8": Workload(
-        "transformer-lm", _transformer(8, 256, 4), 2,
-        "Transformer-8, width 256, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8, wide": Workload(
-        "transformer-lm", _transformer(8, 384, 6), 2,
-        "Transformer-8, width 384, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8, large": Workload(
-        "transformer-lm", _transformer(8, 2048, 32, 32_000, 512), 2,
-        "Transformer-8, width 2048, 2 sequences of 512 tokens each micro-batch",
-    ),
+    "transformer": _transformer(6, 256, 4),
+    "transformer-8": _transformer(8, 256, 4),
+    "transformer-8, wide": _transformer(8, 384, 6),
+    "transformer-8, large": _transformer(8, 2048, 32, 32_000, 512),
     "waiting": Workload("waiting", {"wait_s": WAIT_S}, 1, "stages that wait 20 ms an action", real=False),
     "small": Workload("linear", {}, 1, "layers of 8 x 8 numbers, an example per micro-batch", real=False),
 }  # fmt: skip
@@ -103,11 +92,9 @@ class Configuration:
             "workload": self.workload, "where": "one process" if self.in_process else "processes",
             "num_stages": self.num_stages, "num_microbatches": self.num_microbatches, "remat": self.remat,
         }  # fmt: skip
-        return (
-            key
-            | ({"over": "gloo"} if GLOO in self.engines else {})
-            | ({"device": self.device} if self.device != "cpu" else {})
-        )
+        if GLOO in self.engines:
+            key["over"] = "gloo"
+        return key if self.device == "cpu" else key | {"device": self.device}
 
 
 def _on_cpus() -> list[Configuration]:
@@ -124,7 +111,7 @@ def _on_cpus() -> list[Configuration]:
             make(name, 2, 4, "never", torchgpipe, (smoke[2], 8, 30), 0.7, in_process=True),
             make(name, 2, 4, "except_last", torchgpipe, (0, 8, 30), 0.7, in_process=True),
         ]
-    wait = ("ours", BARE)
+    wait, small = ("ours", BARE), ("ours", BARE, "torchgpipe")
     found += [
         make("waiting", 8, 32, "never", wait, (0, 4, 10), 6.0),
         make("waiting", 4, 8, "never", wait, (1, 4, 10), 1.8),
@@ -132,9 +119,6 @@ def _on_cpus() -> list[Configuration]:
         make("transformer-8", 2, 16, "never", ("ours", "torch-gpipe", ALONE, ALL_CORES), (0, 8, 40), 8.0),
         make("small", 2, 64, "never", (GLOO, "torch-gpipe", BARE), (2, 16, 60), 0.5),
         make("small", 2, 64, "never", ("ours", "torch-gpipe", BARE), (0, 16, 60), 0.5),
-    ]
-    small = ("ours", BARE, "torchgpipe")
-    found += [
         make("small", 4, 8, "never", small, (2, 16, 60), 0.6, in_process=True),
         make("small", 4, 8, "except_last", small, (0, 16, 60), 0.6, in_process=True),
     ]
@@ -146,14 +130,14 @@ def _on_cpus() -> list[Configuration]:
 
 def _on_gpus() -> list[Configuration]:
     """Configurations for GPUs, without layers that wait instead of computing: the host runs those anyway."""
-    large, rounds = "transformer-8, large", (1, 8, 40)
-    pair = ("ours", "torch-gpipe")
+    make, large, rounds = partial(Configuration, device="cuda"), "transformer-8, large", (1, 8, 40)
+    pair, short = ("ours", "torch-gpipe"), (2, 16, 60)
     return [
-        *(Configuration("small", 4, 8, remat, ("ours", BARE, "torchgpipe"), (2, 16, 60), 0.4, in_process=True,
-               device="cuda") for remat in ("never", "except_last")),
-        *(Configuration(large, 2, m, "always", pair, rounds, 0.5, device="cuda") for m in (1, 4, 16)),
-        Configuration(large, 2, 16, "never", (*pair, ALONE, ALL_CORES), rounds, 0.5, device="cuda"),
-        Configuration("small", 2, 64, "never", (*pair, BARE), (2, 16, 60), 0.5, device="cuda"),
+        *(make("small", 4, 8, remat, ("ours", BARE, "torchgpipe"), short, 0.4, in_process=True)
+          for remat in ("never", "except_last")),
+        *(make(large, 2, number, "always", pair, rounds, 0.5) for number in (1, 4, 16)),
+        make(large, 2, 16, "never", (*pair, ALONE, ALL_CORES), rounds, 0.5),
+        make("small", 2, 64, "never", (*pair, BARE), short, 0.5),
     ]  # fmt: skip
 
 
@@ -162,11 +146,6 @@ CONFIGURATIONS, ON_GPUS = _on_cpus(), _on_gpus()
 
 def configuration_of(key: Mapping[str, Any]) -> Configuration | None:
     return next((each for each in (*CONFIGURATIONS, *ON_GPUS) if each.key == dict(key)), None)
-
-
-def own_engines(extra: str | None) -> list[str]:
-    """The user's engines as named by `--engine`."""
-    return [] if extra in (None, KNOWN) else str(extra).split(",")
 
 
 class Job(NamedTuple):
@@ -180,20 +159,21 @@ class Job(NamedTuple):
 
     @property
     def work(self) -> Workload:
-        """The training."""
         return WORKLOADS[self.chosen.workload]
 
     @property
     def options(self) -> dict[str, Any]:
-        """The model's."""
         each = {"small": 2 if self.chosen.in_process else 1, "waiting": 1}.get(self.chosen.workload)
         layers = {"num_layers": each * self.chosen.num_stages} if each else {}
         return {**self.work.options, **layers}
 
     @property
     def num_processes(self) -> int:
-        """One per stage, or one for all."""
         return 1 if self.chosen.in_process else self.chosen.num_stages
+
+    @property
+    def own(self) -> list[str]:
+        return [name for name in self.engines if name not in self.chosen.engines]
 
 
 def job_of(chosen: Configuration, extra: str | None) -> Job:
@@ -205,8 +185,9 @@ def job_of(chosen: Configuration, extra: str | None) -> Job:
         plain = name in (ALONE, ALL_CORES) or (name == BARE and not chosen.in_process)
         remat = "never" if plain else "always" if name == ALWAYS else chosen.remat
         engines[name] = (FACTORIES.get(name, name), remat)
-    own = own_engines(extra) if WORKLOADS[chosen.workload].real else []
-    return Job(chosen, engines | {name.partition("@")[0]: (name, chosen.remat) for name in own})
+    if extra not in (None, ALL) and WORKLOADS[chosen.workload].real:
+        engines |= {name.partition("@")[0]: (name, chosen.remat) for name in str(extra).split(",")}
+    return Job(chosen, engines)
 
 
 # Plans
@@ -225,8 +206,7 @@ class Planned:
         optimizer: as `Request` has it
         batch_size: N
         numbers: M that the plan may choose, divisors of N
-        rounds: of the probes
-        turns: rounds in which the candidates are run
+        rounds, turns: of the probes, and in which the candidates are run
         chosen, others: how many are run: the best of the plan, and more from the rest of it
     """
 
@@ -244,7 +224,6 @@ class Planned:
 
     @property
     def source(self) -> Source:
-        """The model that the case's processes build."""
         from gpipe_bench.planner.model import Source
 
         return Source(self.model, None if ":" in self.model else self.options)

@@ -11,17 +11,16 @@ import argparse
 import os
 import sys
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, tell
+from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, lines_only, tell
 from gpipe_bench.harness.report.grid import SCREEN, Grid, within
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.engines.cases import Row
+    from gpipe_bench.experiments.engines.trials import Row
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Adds the verb's options to its parser."""
     verb.add_argument(
         "engine", metavar="MODULE:ATTRIBUTE", help="your engine, or one by its name, such as torch-gpipe"
     )
@@ -35,11 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for a name that leads nowhere."""
     if arguments.timeout_s <= 0:
         raise ValueError(f"--timeout-s is {arguments.timeout_s:g}; give seconds, such as 30")
-    from gpipe_bench.experiments.engines.cases import faults
     from gpipe_bench.experiments.engines.checks import BROKEN, CANNOT, FAILED, OK
+    from gpipe_bench.experiments.engines.trials import faults
 
     engine = arguments.engine
-    rows = _rows(engine, arguments.timeout_s)
+    with lines_only():  # what an engine's module prints is no line of the result
+        rows = _rows(engine, arguments.timeout_s)
     verdicts, bad = [row.verdict for row in rows], faults(rows)
     if not bad:
         cannot = f", {verdicts.count(CANNOT)} cannot be asked" if CANNOT in verdicts else ""
@@ -52,24 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(conclusion, file=sys.stderr)
 
+    def line(row: Row) -> list[str]:
+        found = OK if row.verdict == OK else f"{row.verdict}: {row.text.partition('; ')[0]}"
+        return [row.case, row.expected, found, row.meaning if row.verdict in (BROKEN, FAILED) else ""]
+
     def text() -> str:
-        parts = [conclusion]
+        parts, columns = [conclusion], ["case", "expected", "found", "for training"]
         with within(SCREEN):
             for place, cases in groupby(rows, key=lambda row: row.place):
-                parts.append(
-                    Grid(
-                        title=f"in {place}" if place == "one process" else f"over {place}",
-                        columns=["case", "expected", "found", "for training"],
-                        lines=[
-                            [
-                                row.case, row.expected,
-                                OK if row.verdict == OK else f"{row.verdict}: {row.text.partition('; ')[0]}",
-                                row.meaning if row.verdict in (BROKEN, FAILED) else "",
-                            ]
-                            for row in cases
-                        ],
-                    ).text()
-                )  # fmt: skip
+                title = f"in {place}" if place == "one process" else f"over {place}"
+                parts.append(Grid(title=title, columns=columns, lines=[*map(line, cases)]).text())
         met = {row.case: row.source for row in bad if row.source}
         if met:
             parts.append("\n".join(["others have met", *(f"  {case}: {url}" for case, url in met.items())]))
@@ -89,20 +81,19 @@ def _rows(engine: str, timeout_s: float) -> list[Row]:
         raise ValueError(
             "check-engine runs pytest, which is missing; install gpipe-bench with its extra conformance"
         ) from error
-    from gpipe_bench.experiments.engines.cases import PLACES
+    from gpipe_bench.experiments.engines.trials import PLACES
 
     class Found:
         """The plugin "found", in which the tests leave their results."""
 
         __name__ = "found"
-        rows: list[Row]
+        rows: ClassVar[list[Row]] = []
         ended: BaseException | None = None
 
         def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
             self.ended = excinfo.value  # or what pytest.exit raises
 
     found = Found()
-    found.rows = []
     words = ["--pyargs", "gpipe_bench.conformance", "-p", "gpipe_bench.conformance.options", "-s"]
     words += ["--engine", engine, "--engine-timeout-s", str(timeout_s)]
     words += ["-c", os.devnull, "--rootdir", os.getcwd(), "--noconftest"]  # a user's are for his own tests

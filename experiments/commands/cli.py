@@ -32,8 +32,6 @@ from gpipe_bench.pipeline.plan.named import suggestion
 
 
 class Verb(NamedTuple):
-    """Help of a verb."""
-
     text: str  # what it is for, in the list of verbs
     example: str  # what to type behind the name of the program
     more: str = ""  # a sentence for its own help

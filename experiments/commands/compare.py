@@ -37,7 +37,6 @@ from gpipe_bench.harness.verdict import NO_RECORD, Comparison
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Adds the verb's options to its parser."""
     verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
     verb.add_argument("--engine", metavar="NAME", help="the latest run in which this engine took part")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -46,20 +47,16 @@ OF_COMMANDS = ("number", "higher_is_better", "timeout_s")
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Adds the verb's options to its parser."""
     add = verb.add_argument
     add("--base", metavar="REF", help="time the working tree against where it left this revision")
     add(
         "--update", action="store_true",
         help="write the committed counters anew; say in the commit why they changed",
     )  # fmt: skip
-    add(
-        "--only", action="append", default=[], metavar="BENCHMARK", help="time only this one; may be repeated"
-    )
-    add(
-        "--budget-s", type=float, default=BUDGET_S, metavar="S",
-        help="time for all rounds; default: %(default)g",
-    )  # fmt: skip
+    several = partial(add, action="append", default=[])
+    several("--only", metavar="BENCHMARK", help="time only this one; may be repeated")
+    seconds = partial(add, type=float, metavar="S")
+    seconds("--budget-s", default=BUDGET_S, help="time for all rounds; default: %(default)g")
     add(
         "--markdown", type=Path, metavar="FILE",
         help="also add the result to this file, as to a job's summary",
@@ -75,13 +72,10 @@ def options(verb: argparse.ArgumentParser) -> None:
         help="a command that prints a number, in any language; the last one counts",
     )  # fmt: skip
     add("--build", metavar="COMMAND", help="run once in every checkout that is timed, such as make")
-    add(
-        "--path", action="append", default=[], metavar="FOLDER",
-        help="where its modules are, below DIR; default: DIR and DIR/src",
-    )  # fmt: skip
+    several("--path", metavar="FOLDER", help="where its modules are, below DIR; default: DIR and DIR/src")
     add("--number", metavar="REGEX", help="of the command's number, or its one group; the last match counts")
     add("--higher-is-better", action="store_true", help="the command's number is a rate")
-    add("--timeout-s", type=float, metavar="S", help=f"of one run of the command; default: {TIMEOUT_S:g}")
+    seconds("--timeout-s", help=f"of one run of the command; default: {TIMEOUT_S:g}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -186,7 +180,6 @@ def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
     import torch
 
     from gpipe_bench.experiments.guard import counters
-    from gpipe_bench.experiments.guard.counters import differences, encode, load
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -197,30 +190,28 @@ def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
     name = COUNTERS.relative_to(ROOT)
     if arguments.update:
         try:
-            write_whole(COUNTERS, encode(found))
+            write_whole(COUNTERS, counters.encode(found))
         except OSError as error:
             raise ValueError(f"{COUNTERS} can't be written: {error}") from error
         say(f"counters: wrote {name}; commit it with the reason for the change")
-    problems = differences(load(COUNTERS), found)
-    if arguments.json:
-        for problem in problems:
-            print_line(msgspec.json.encode({"tier": "counters", "problem": problem}))
+    problems = counters.differences(counters.load(COUNTERS), found)
     if not problems:
         say(f"counters: {len(found['counters'])} cases equal {name}")
         return True
     say(f"counters: differ from {name}, be it for the better:")
     for problem in problems:
+        if arguments.json:
+            print_line(msgspec.json.encode({"tier": "counters", "problem": problem}))
         say(f"  {problem}")
         annotate("error", problem)
     say("the file as it would be now (--update writes it; commit it with the reason for the change):\n")
-    say(encode(found))
+    say(counters.encode(found))
     return False
 
 
 def check_time(
     arguments: argparse.Namespace, subject: Subject, say: Say, *, is_counted: bool
 ) -> list[Finding]:
-    """The second tier."""
     with ExitStack() as stack:
         base = control = stack.enter_context(base_tree(subject.root, arguments.base))
         if subject.command:

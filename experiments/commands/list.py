@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Adds the verb's options to its parser."""
     verb.add_argument(
         "--models", action="store_true", help="instead the model zoo: layers and exact parameters"
     )
@@ -110,13 +109,9 @@ def _text(entries: Iterable[dict[str, Any]]) -> str:
     blocks = []
     for entry in entries:
         lines = [fill(f"{entry['name']}: {entry['title']} ({entry['source']})", "", "  ")]
-        lines += [
-            fill(
-                f"{each['cases']:>3} cases, {each['on_record']} on record: {each['does']}",
-                f"  {each['profile']:<6} {words(each['expected_s']):>12}  ", " " * 23,
-            )
-            for each in entry["profiles"]
-        ]  # fmt: skip
+        for each in entry["profiles"]:
+            said = f"{each['cases']:>3} cases, {each['on_record']} on record: {each['does']}"
+            lines.append(fill(said, f"  {each['profile']:<6} {words(each['expected_s']):>12}  ", " " * 23))
         blocks.append("\n".join(lines))
     return "\n\n".join([*blocks, f"run one with: {program()} run NAME --profile PROFILE"])
 
@@ -124,15 +119,10 @@ def _text(entries: Iterable[dict[str, Any]]) -> str:
 def _zoo_text(found: Iterable[dict[str, Any]]) -> str:
     from gpipe_bench.harness.report.grid import Grid
 
-    lines = [
-        [
-            row["model"],
-            " ".join(f"{key}={value}" for key, value in row["configuration"].items()),
-            row["layers"],
-            f"{row['parameters']:,}",
-        ]
-        for row in found
-    ]
+    lines = []
+    for row in found:
+        configuration = " ".join(f"{key}={value}" for key, value in row["configuration"].items())
+        lines.append([row["model"], configuration, row["layers"], f"{row['parameters']:,}"])
     columns = ["model", "configuration", "layers", "parameters"]
     return Grid(columns=columns, lines=lines, right=frozenset({2, 3})).text()
 
@@ -169,18 +159,18 @@ def _machine_shown(arguments: argparse.Namespace) -> int:
     return VERDICT_FAILED if missing else DONE
 
 
+def _check(name: str, is_met: bool, found: str, remedy: str, status: str = MISSING) -> Check:
+    return Check(name, OK, found) if is_met else Check(name, status, found, remedy)
+
+
 def examine(results: Path) -> Iterator[Check]:
     """All findings, the needed ones first."""
-
-    def check(name: str, is_met: bool, found: str, remedy: str) -> Check:
-        return Check(name, OK, found) if is_met else Check(name, MISSING, found, remedy)
-
     python = platform.python_version()
-    yield check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer")
+    yield _check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer")
     wanted = gpu.declared()
     absent = gpu.absent(wanted)
     names, _, remedy = gpu.how_to_install(absent).partition(": ")
-    yield check("packages", not absent, names or f"all {len(wanted)} that the project needs", remedy)
+    yield _check("packages", not absent, names or f"all {len(wanted)} that the project needs", remedy)
     torch = gpu.ask_torch()
     if isinstance(torch, str):
         yield Check("torch", MISSING, torch, f"{_INSTALL}; for a build that fits your device see pytorch.org")
@@ -189,14 +179,12 @@ def examine(results: Path) -> Iterator[Check]:
         what = f"({build}), {torch['threads']} threads"
         if not torch["distributed"]:
             what = "built without torch.distributed"
-        yield check("torch", torch["distributed"], f"{torch['version']} {what}", _INSTALL)
+        yield _check("torch", torch["distributed"], f"{torch['version']} {what}", _INSTALL)
     yield from _hardware()
     yield _results(results)
     gpus = torch["gpus"] if isinstance(torch, dict) else []
-    if gpus:
-        yield Check("gpus", OK, f"{len(gpus)} x {gpus[0]}: the full profiles can run")
-    else:
-        yield Check("gpus", OPTIONAL, "none that torch sees", "only the full profiles need one")
+    found = f"{len(gpus)} x {gpus[0]}: the full profiles can run" if gpus else "none that torch sees"
+    yield _check("gpus", bool(gpus), found, "only the full profiles need one", OPTIONAL)
 
 
 def _hardware() -> Iterator[Check]:
@@ -213,12 +201,8 @@ def _hardware() -> Iterator[Check]:
     yield Check("processor", OK, f"{here['cpu_model'] or here['architecture']}, {cores} cores{limit}")
     total = min(here["memory_total_gib"], here["cgroup_memory_gib"] or here["memory_total_gib"])
     free = min(here["memory_available_gib"], total)
-    found = f"{free:.1f} GiB free of {total:.1f} GiB"
-    if free >= _MEMORY_GIB:
-        yield Check("memory", OK, found)
-    else:
-        remedy = f"Table 1 takes up to {_MEMORY_GIB:g} GiB; close something, or run --profile smoke"
-        yield Check("memory", MISSING, found, remedy)
+    remedy = f"Table 1 takes up to {_MEMORY_GIB:g} GiB; close something, or run --profile smoke"
+    yield _check("memory", free >= _MEMORY_GIB, f"{free:.1f} GiB free of {total:.1f} GiB", remedy)
 
 
 def _results(folder: Path) -> Check:

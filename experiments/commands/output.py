@@ -1,7 +1,7 @@
 """Exit statuses, standard output that holds results and nothing else, and streams that can be written to.
 
-Experiments run code that prints, down to libraries that write to the file descriptor; under --json all of
-that must not end up between the lines another program reads.
+Experiments run code that prints, down to libraries that write to the file descriptor; under --json none of
+that may end up between the lines.
 """
 
 from __future__ import annotations
@@ -118,7 +118,6 @@ def screen_width() -> int:
 
 
 def say(text: str) -> None:
-    """Prints text for people."""
     print(text, flush=True)
 
 

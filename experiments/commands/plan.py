@@ -8,19 +8,19 @@ import argparse
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.commands.output import DONE, check_counts, screen_width, tell, warn, write_text
-from gpipe_bench.experiments.commands.plan_options import options as options
-from gpipe_bench.experiments.commands.plan_options import request_of
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.planner.candidate import REMATS, splits
+from gpipe_bench.pipeline.plan.named import NAMED
+from gpipe_bench.planner.candidate import REMATS
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
-from gpipe_bench.planner.request import MEASURED, Request, Space, check, divisors
+from gpipe_bench.planner.request import MEASURED, Request, Space, check, divisors, link_named, link_within
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.answer import Plan
@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from gpipe_bench.planner.search import Found
 
 GIB = 2**30
-WIDTH = 100
-"""Columns of an answer."""
-MOST_LINES = 9
-"""Workers whose memory is printed."""
+MOST_GIB = 1e6
+PRECISIONS = {
+    "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16", "bfloat16-pure": "bfloat16-pure", "bf16-pure": "bfloat16-pure",
+}  # fmt: skip
+WIDTH = 100  # columns of an answer
+MOST_LINES = 9  # workers whose memory is printed
 EVERY_S = 10.0
 WORDS = {
     "never": "nothing", "selective": "all but products", "blocks": "blocks", "always": "stages",
@@ -44,37 +47,127 @@ TOO_CLOSE = 0.03
 """Steps that differ by less may come in the other order: of 63 that ran, half were off by 1.9 % or more."""
 
 
+def options(verb: argparse.ArgumentParser) -> None:
+    add = verb.add_argument
+    add(
+        "model", metavar="MODEL",
+        help="a published shape (gpt2-xl, llama-8b, unet-5-64 ...), transformer-lm or amoebanet-d with Table "
+        "1's options, or your own as module:function",
+    )  # fmt: skip
+    add(
+        "--num-layers", type=int, metavar="L",
+        help="number of blocks: replaces a GPT-2 or Llama shape's own; required for transformer-lm and "
+        "amoebanet-d",
+    )  # fmt: skip
+    add("--num-filters", type=int, metavar="D", help="of amoebanet-d, with --num-layers")
+    add(
+        "--bytes", action="store_true",
+        help="only whether it fits as one pipeline over all accelerators, and where it is cut: in seconds, "
+        "with nothing timed; by default under gpipe, everything recomputed, in the fewest micro-batches",
+    )  # fmt: skip
+    add = verb.add_argument_group("your machines").add_argument
+    add("--accelerators", type=int, required=True, metavar="N", help="of all hosts together")
+    add("--memory-gib", type=float, metavar="GIB", help="of each accelerator; needed without --card")
+    add(
+        "--card", metavar="TFLOPS,GIB,GB/S",
+        help="an accelerator that has no name here: its peak in 16 bits, memory, and the memory's rate",
+    )  # fmt: skip
+    add(
+        "--reserve-gib", type=float, metavar="GIB",
+        help="held back on each for what is no tensor: context, kernels, workspaces, buffers of collectives; "
+        "default: 1.5 of an accelerator that is named, else 0",
+    )  # fmt: skip
+    add("--hosts", type=int, default=1, metavar="N", help="default: %(default)s")
+    add(
+        "--device-type", default="measured", metavar="NAME",
+        help="an accelerator by its name, such as h100, whose seconds are modelled (a roofline); default: "
+        "measured, the layers are timed on this machine",
+    )  # fmt: skip
+    add(
+        "--link", metavar="LINK",
+        help="inside a host: nvlink, pcie, infiniband, ethernet or a preset; default: nvlink where the "
+        "accelerator has it, else pcie; loopback where the layers are timed here",
+    )  # fmt: skip
+    add("--between", metavar="LINK", help="between hosts, likewise; needed with --hosts")
+    add(
+        "--network-cards", type=int, metavar="N", dest="cards",
+        help="of a host; default: one for each accelerator where NVLink connects them, else 1",
+    )  # fmt: skip
+    add = verb.add_argument_group("how it is trained").add_argument
+    add("--seq-len", type=int, metavar="T", help="tokens of an example, in the place of the shape's own")
+    add(
+        "--batch-size", type=int, metavar="N",
+        help="examples of a mini-batch, of all replicas; may be left out with --bytes",
+    )  # fmt: skip
+    add("--optimizer", choices=("sgd", "rmsprop", "adam"), default="adam", help="default: %(default)s")
+    add(
+        "--precision", choices=tuple(PRECISIONS), default="float32", metavar="TYPE",
+        help="float32; bf16 or fp16 mixed (weights stay float32, fp16 scales its loss); bf16-pure for "
+        "everything in bfloat16; default: %(default)s",
+    )  # fmt: skip
+    add(
+        "--compiled", action="store_true",
+        help="layers run under torch.compile: bytes are those of eager layers, an upper estimate",
+    )  # fmt: skip
+    add = verb.add_argument_group(
+        "what is tried", "everything by default, but for tensor parallelism; each may be repeated"
+    ).add_argument
+    several = partial(add, action="append", default=[])
+    several("--schedule", metavar="NAME", help=f"only this one, of {', '.join(NAMED)}")
+    several("--num-microbatches", type=int, metavar="M", help="only so many micro-batches, of each replica")
+    several(
+        "--remat", choices=REMATS, metavar="WHAT", help=f"only this recomputation, of {', '.join(REMATS)}"
+    )
+    several("--pp", type=int, metavar="K", help="only so many workers of a pipeline")
+    several(
+        "--tp", type=int, metavar="N",
+        help="so many accelerators that compute a layer together; needs a model that says how; default: 1",
+    )  # fmt: skip
+    add("--no-fsdp", action="store_true", help="every replica holds all parameters")
+    add = verb.add_argument_group("how layers are timed, where no accelerator is named").add_argument
+    add(
+        "--probe-rounds", type=int, default=4, metavar="N",
+        help="rounds of steps, each of every micro-batch size in every way; default: %(default)s",
+    )  # fmt: skip
+    add = verb.add_argument_group("what is printed and written").add_argument
+    add("--top", type=int, default=5, metavar="N", help="plans to print; default: %(default)s")
+    add("--script", type=Path, metavar="FILE.py", help="write the script that trains as planned")
+    add(
+        "--format", choices=tuple(FORMATS),
+        help="what it is: a script on this engine or on torch.distributed.pipelining, settings for "
+        "torchtitan, or flags of Megatron-LM; only what it can say is tried, and predicted as it runs there; "
+        "default: script, where --script is given",
+    )  # fmt: skip
+    add("--full", action="store_true", help="also where each number comes from, and the script")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what cannot be planned."""
     if arguments.bytes:
         return _only_bytes(arguments)
     if arguments.batch_size is None:
         raise ValueError("--batch-size is needed: the examples of a mini-batch, such as 32; or give --bytes")
-    request = request_of(arguments)
+    request, possible = request_of(arguments), Space.schedules
+    remats: tuple[str, ...] = REMATS
     name, form = str(arguments.script or NAME), arguments.format or "script"
     is_written = bool(arguments.script or arguments.format)
     if is_written:
         check_asked(form, arguments.schedule, request.optimizer, name, request.precision)
-        request = replace(request, autocast=form == "script")
-    known = FORMATS[form]
-    if unsaid := [each for each in arguments.remat if is_written and each not in known.remats]:
-        raise ValueError(f"--remat {unsaid[0]} with --format {form}: use one of {', '.join(known.remats)}")
-    possible = tuple(each for each in Space.schedules if not is_written or each in known.schedules)
+        request, remats = replace(request, autocast=form == "script"), FORMATS[form].remats
+        possible = tuple(each for each in possible if each in FORMATS[form].schedules)
+        if unsaid := [each for each in arguments.remat if each not in remats]:
+            raise ValueError(f"--remat {unsaid[0]} with --format {form}: use one of {', '.join(remats)}")
     space = Space(
-        schedules=tuple(arguments.schedule) or possible,
-        possible=possible,
+        schedules=tuple(arguments.schedule) or possible, possible=possible,
         microbatches=tuple(arguments.num_microbatches) or None,
-        pp=tuple(arguments.pp) or None,
-        tp=tuple(arguments.tp) or (1,),
-        remats=tuple(arguments.remat) or (known.remats if is_written else REMATS),
-        sharded=not arguments.no_fsdp,
-    )
+        pp=tuple(arguments.pp) or None, tp=tuple(arguments.tp) or (1,),
+        remats=tuple(arguments.remat) or remats, sharded=not arguments.no_fsdp,
+    )  # fmt: skip
     from gpipe_bench.planner.answer import plan
 
     found = plan(
-        _model(arguments), request, space=space, shown=arguments.top,
-        rounds=arguments.probe_rounds, shown_rounds=True,
-        progress=_Progress(),
+        _model(arguments), request, space=space, shown=arguments.top, rounds=arguments.probe_rounds,
+        shown_rounds=True, progress=_progress(),
     )  # fmt: skip
     facts: dict[str, object] = {}
     written = None
@@ -90,29 +183,14 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{remat_of(as_run.candidate)} recomputed"
             )
         warn(*(f"not as planned: {each}" for each in written.differs))
-    if arguments.script is not None and written is not None:
-        write_text("--script", arguments.script, written.text)
-        if written.rows:
-            write_text("--script", arguments.script.with_suffix(".csv"), written.rows)
+        if arguments.script is not None:
+            write_text("--script", arguments.script, written.text)
+            if written.rows:
+                write_text("--script", arguments.script.with_suffix(".csv"), written.rows)
     tell(
         arguments, [found.describe() | facts],
         lambda: text(found, written, arguments.script, full=arguments.full),
     )  # fmt: skip
-    return DONE
-
-
-def _only_bytes(arguments: argparse.Namespace) -> int:
-    check_counts(arguments, "accelerators", "batch_size", "num_layers", "num_filters", "num_microbatches")
-    from gpipe_bench.planner.accelerators import accelerator
-
-    model = _model(arguments)
-    arguments.batch_size = model.batch_size
-    request = request_of(arguments)
-    if request.device_type != MEASURED:
-        on = accelerator(request.device_type, request.precision)
-        model = replace(model, attention=on.attention)
-    found = placed(model, request, *_one_pipeline(model, arguments))
-    tell(arguments, [facts(model, request, found)], lambda: text_of_bytes(model, request, found))
     return DONE
 
 
@@ -134,19 +212,71 @@ def _model(arguments: argparse.Namespace) -> Model:
     return found
 
 
-class _Progress:
+def request_of(arguments: argparse.Namespace) -> Request:
+    """The request that the options describe. Raises ValueError, naming value and remedy."""
+    check_counts(
+        arguments, "accelerators", "batch_size", "hosts", "top", "num_layers", "num_filters", "pp", "tp",
+        "num_microbatches", "cards", "probe_rounds",
+    )  # fmt: skip
+    from gpipe_bench.planner.accelerators import accelerator
+
+    if arguments.card is not None:
+        accelerator(arguments.card if "," in arguments.card else f"{arguments.card},")
+        arguments.device_type = arguments.card
+        if arguments.memory_gib is None:
+            arguments.memory_gib = float(arguments.card.split(",")[1])
+    if arguments.memory_gib is None:
+        raise ValueError("--memory-gib is needed: the GiB of one accelerator, such as 24")
+    device, precision = arguments.device_type, PRECISIONS[arguments.precision]
+    name = arguments.link or ("loopback" if device == MEASURED else "")
+    with _about(f"--device-type {device}"):
+        if device != MEASURED:
+            accelerator(device, precision)
+    with _about(f"--link {arguments.link}" if arguments.link else "--link"):
+        link = link_named(name, device) if name else link_within(device)
+    with _about(f"--between {arguments.between}"):
+        between = link_named(arguments.between, device) if arguments.between else None
+    if arguments.hosts > 1 and between is None:
+        raise ValueError(f"--hosts {arguments.hosts} needs --between LINK, such as infiniband")
+    if arguments.hosts == 1 and between is not None:
+        raise ValueError(f"--between {arguments.between}: there is one host; give --hosts N, or leave it out")
+    given = {"memory-gib": (arguments.memory_gib, 2**-20), "reserve-gib": (arguments.reserve_gib, 0)}
+    for option, (gib, least) in given.items():
+        if gib is not None and not least <= gib < MOST_GIB:
+            raise ValueError(f"--{option} {gib:g}: give the GiB of one accelerator, such as 24")
+    held = arguments.reserve_gib
+    return Request(
+        accelerators=arguments.accelerators,
+        memory_bytes=int(arguments.memory_gib * GIB), batch_size=arguments.batch_size or 1, link=link,
+        between=between, hosts=arguments.hosts, optimizer=arguments.optimizer,
+        precision=precision, device_type=device, compiled=arguments.compiled,
+        reserve_bytes=None if held is None else int(held * GIB), cards=arguments.cards,
+    )  # fmt: skip
+
+
+@contextmanager
+def _about(option: str) -> Iterator[None]:
+    """What is wrong in this block is so of that option."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+
+
+def _progress() -> Callable[[str, int, int], None]:
     """Shows progress: on a terminal in one line that is overwritten, elsewhere a line every ten seconds."""
+    said_s = time.monotonic()
 
-    def __init__(self) -> None:
-        self.said_s = time.monotonic()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal said_s
         words = f"{what} {done}/{total}"
         if sys.stderr.isatty():
             print(f"\r{words:<30}", end="\r" if done + 1 >= total else "", file=sys.stderr, flush=True)
-        elif time.monotonic() - self.said_s > EVERY_S:
-            self.said_s = time.monotonic()
+        elif time.monotonic() - said_s > EVERY_S:
+            said_s = time.monotonic()
             print(words, file=sys.stderr, flush=True)
+
+    return show
 
 
 def text(plan: Plan, written: Written | None = None, path: Path | None = None, *, full: bool = False) -> str:
@@ -155,7 +285,9 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
     """
     parts = [_best(plan), _next(plan), _cut(plan.best)]
     if full:
-        parts += [_notes(plan)]
+        notes = [f"{what}: {where}" for what, where in plan.best.provenance.items()]
+        notes += [f"{plan.tried} ways laid out, {plan.skipped} left out, which take longer than those"]
+        parts.append("\n".join(map(fill, notes)))
     command = plan.command() if written is None else written.command
     if path is not None:
         beside = f", with {path.with_suffix('.csv').name} beside it," * bool(written and written.rows)
@@ -167,11 +299,10 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
         )
     else:
         form, *others = plan.forms() or ("",)
-        how = f"--script {NAME} plans for this engine and writes it"
-        if form != "script":
-            how = f"--script {NAME} --format {form} plans for it and writes it"
+        of_form = "" if form == "script" else f" --format {form}"
+        how = f"--script {NAME}{of_form} plans for {'it' if of_form else 'this engine'} and writes it"
         how += f" (--format {', '.join(others)}: for others)" if others else ""
-        how = fill(f"{how if form else 'no format here writes it'}; start it with", WIDTH)
+        how = fill(f"{how if form else 'no format here writes it'}; start it with")
         parts.append(f"{how}\n\n{command}")
     return "\n\n".join(part for part in parts if part)
 
@@ -180,15 +311,16 @@ def _best(plan: Plan) -> str:
     request, best = plan.request, plan.best
     used = best.candidate.grid.accelerators
     device = "accelerators of this machine" if request.device_type == MEASURED else request.device_type
-    hosts = f"{request.hosts} hosts of {request.per_host} x {device}"
+    hosts = f"{request.per_host} x {device}"
     if request.hosts > 1:
-        hosts += f" with {request.cards_per_host} network card{'s' * (request.cards_per_host > 1)} each"
+        cards = f"{request.cards_per_host} network card{'s' * (request.cards_per_host > 1)}"
+        hosts = f"{request.hosts} hosts of {hosts} with {cards} each"
     parts = sorted(best.parts_s.items(), key=lambda each: -each[1])
     why = ", ".join(f"{part} {s / best.step_s:.0%}" for part, s in parts[:3] if s > 0.01 * best.step_s)
     trained = request.precision + ", compiled" * request.compiled
     lines = [
         f"{plan.model.name}, {plan.model.num_parameters:,} parameters, {trained}, {request.optimizer}, "
-        f"mini-batch {request.batch_size}, on {hosts if request.hosts > 1 else hosts.partition(' of ')[2]}, "
+        f"mini-batch {request.batch_size}, on {hosts}, "
         f"{request.memory_bytes / GIB:g} GiB each, {request.held_back_bytes / GIB:g} held back",
         f"{title_of(best.candidate)}, {best.candidate.num_microbatches} micro-batches, recomputing "
         f"{remat_of(best.candidate)}: {seconds(best.step_s)} a step ({seconds(best.low_s)} to "
@@ -196,38 +328,29 @@ def _best(plan: Plan) -> str:
         f"Of the step: {why}."
         + f" It uses {used} of {request.accelerators} accelerators." * (used < request.accelerators),
     ]
-    return "\n".join(fill(line, WIDTH) for line in lines)
+    return "\n".join(fill(line) for line in lines)
 
 
 def _next(plan: Plan) -> str:
-    best = plan.best
+    shares = [(each, each.step_s / plan.best.step_s - 1) for each in plan.predictions[1:]]
     lines = [
         [
             title_of(each.candidate), each.candidate.num_microbatches, remat_of(each.candidate),
-            seconds(each.step_s), f"{each.peak / GIB:.2f}", _slower(each, best),
+            seconds(each.step_s), f"{each.peak / GIB:.2f}",
+            f"{'~ ' * (slower < TOO_CLOSE)}+{slower:.1%}",
         ]
-        for each in plan.predictions[1:]
+        for each, slower in shares
     ]  # fmt: skip
     if not lines:
         return ""
-    close = any(each.step_s / best.step_s - 1 < TOO_CLOSE for each in plan.predictions[1:])
+    close = any(slower < TOO_CLOSE for _, slower in shares)
     notes = ["", f"~ less than {TOO_CLOSE:.0%} slower, as much as predictions err"] if close else []
     columns = ["the next", "M", "recompute", "step", "GiB", "slower"]
-    return (
-        Grid(title="", columns=columns, lines=lines, notes=notes, right=frozenset({1, 4, 5}))
-        .text()
-        .lstrip("\n")
-    )
+    return Grid(columns=columns, lines=lines, notes=notes, right=frozenset({1, 4, 5})).text()
 
 
-def _notes(plan: Plan) -> str:
-    notes = [f"{what}: {where}" for what, where in plan.best.provenance.items()]
-    notes += [f"{plan.tried} ways laid out, {plan.skipped} left out, which take longer than those"]
-    return "\n".join(fill(note, WIDTH) for note in notes)
-
-
-def fill(line: str, width: int) -> str:
-    return textwrap.fill(line, min(width, screen_width()), subsequent_indent="  ", break_on_hyphens=False)
+def fill(line: str) -> str:
+    return textwrap.fill(line, min(WIDTH, screen_width()), subsequent_indent="  ", break_on_hyphens=False)
 
 
 def seconds(value: float) -> str:
@@ -239,7 +362,6 @@ def seconds(value: float) -> str:
 
 
 def title_of(candidate: Candidate) -> str:
-    """A candidate in a few words."""
     if candidate.grid.pp == 1:
         return str(candidate.grid)
     twice = f" x {candidate.stages_per_worker}" if candidate.stages_per_worker > 1 else ""
@@ -252,12 +374,6 @@ def remat_of(candidate: Candidate) -> str:
     if len(words) == 1:
         return WORDS[next(iter(words))]
     return ", ".join(f"{WORDS[word]} x {candidate.remat.count(word)}" for word in words)
-
-
-def _slower(each: Prediction, best: Prediction) -> str:
-    """`+5.1%`, or `~ +1.6%` where the prediction's error is as large."""
-    share = each.step_s / best.step_s - 1
-    return "-" if each is best else f"{'~ ' * (share < TOO_CLOSE)}+{share:.1%}"
 
 
 def _cut(best: Prediction) -> str:
@@ -275,12 +391,8 @@ def _cut(best: Prediction) -> str:
                 f"{best.peak_bytes[worker] / GIB:.2f}", best.peak_when[worker],
             ]
         )  # fmt: skip
-    return Grid(
-        title="memory of the first",
-        columns=["worker", "stages", "layers", "recompute", "GiB", "at"],
-        lines=lines,
-        right=frozenset({4}),
-    ).text()
+    columns = ["worker", "stages", "layers", "recompute", "GiB", "at"]
+    return Grid(title="memory of the first", columns=columns, lines=lines, right=frozenset({4})).text()
 
 
 # Bytes alone
@@ -289,52 +401,40 @@ EAGER_BYTES = ", layers compiled (bytes of eager ones, an upper estimate)"
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 
 
-def _one_pipeline(model: Model, arguments: argparse.Namespace) -> tuple[str, str, int | None]:
-    """Schedule, what is recomputed, and the number of micro-batches, where it is said."""
+def _only_bytes(arguments: argparse.Namespace) -> int:
+    """Plans one pipeline over all accelerators. Raises ValueError for what is about anything else."""
     for option in ("pp", "tp", "hosts", "between", "cards", "script", "format", "no_fsdp"):
         given = getattr(arguments, option)
         if given not in (None, [], False, 1):
             words = f"--{option.replace('_', '-')}" + (f" {given}" if given is not True else "")
             raise ValueError(f"{words}: --bytes is about one pipeline over all accelerators; leave one out")
-    chosen: list[Any] = []
-    for option, usual in (("schedule", "gpipe"), ("remat", "always"), ("num_microbatches", None)):
-        several = getattr(arguments, option)
-        if len(several) > 1:
-            words = f"--{option.replace('_', '-')} {several[1]}"
+    for option in ("schedule", "remat", "num_microbatches"):
+        if several := getattr(arguments, option)[1:]:
+            words = f"--{option.replace('_', '-')} {several[0]}"
             raise ValueError(f"{words}: --bytes takes one of them; leave the others out")
-        chosen.append(several[0] if several else usual)
-    name, remat, number = chosen
-    if name not in NAMED:
-        raise ValueError(f"--schedule {name}: there is no such schedule; choose one of {', '.join(NAMED)}")
-    if arguments.compiled and splits(name):
-        whole = ", ".join(each for each in NAMED if not splits(each))
-        raise ValueError(
-            f"--compiled with --schedule {name}: a compiled layer's backward is not split in two; choose one "
-            f"of {whole}"
-        )
-    stages, layers = named(name, arguments.accelerators, 1).num_stages, len(model.layers)
-    if stages > layers:
-        raise ValueError(f"cannot cut {layers} layers into {stages} stages: use at most {layers}")
-    counts = divisors(model.batch_size)
-    if number is not None and number not in counts:
-        raise ValueError(
-            f"--num-microbatches {number} does not divide the mini-batch of {model.batch_size}; use one of "
-            f"{', '.join(map(str, counts))}"
-        )
-    return name, remat, number
+    from gpipe_bench.planner.answer import as_on
+
+    request, model = request_of(arguments), _model(arguments)
+    request = replace(request, batch_size=model.batch_size)
+    model = as_on(model, request)
+    space = Space(
+        schedules=tuple(arguments.schedule) or ("gpipe",),
+        pp=(request.accelerators,),
+        sharded=False,
+        microbatches=tuple(arguments.num_microbatches) or None,
+        remats=tuple(arguments.remat) or ("always",),
+    )
+    found = _placed(model, request, space)
+    tell(arguments, [facts(model, request, found)], lambda: text_of_bytes(model, request, found))
+    return DONE
 
 
-def placed(model: Model, request: Request, schedule: str, remat: str, number: int | None) -> Found:
+def _placed(model: Model, request: Request, space: Space) -> Found:
     """The model's cut with the smallest peak, with the fewest micro-batches that fit where none are given.
 
     Raises ValueError, naming what would do, where it does not fit.
     """
     from gpipe_bench.planner.answer import nothing_fits, on_engine, smallest
-
-    given = None if number is None else (number,)
-    space = Space(
-        schedules=(schedule,), pp=(request.accelerators,), sharded=False, microbatches=given, remats=(remat,)
-    )
 
     check(request, on_engine(model, request, space), len(model.layers))
 
@@ -346,7 +446,7 @@ def placed(model: Model, request: Request, schedule: str, remat: str, number: in
     most = least(space)
     if most.peak > request.usable_bytes:
         raise ValueError(nothing_fits(model, request, space, most, as_one=True))
-    for count in () if number is not None else divisors(model.batch_size)[:-1]:
+    for count in divisors(model.batch_size)[:-1] if space.microbatches is None else ():
         fewer = least(replace(space, microbatches=(count,)))
         if fewer.peak <= request.usable_bytes:
             return fewer
@@ -355,8 +455,8 @@ def placed(model: Model, request: Request, schedule: str, remat: str, number: in
 
 def text_of_bytes(model: Model, request: Request, found: Found) -> str:
     """Table of the workers: their stages and layers, and the parts of their fullest moment in GiB."""
-    again = {"always": "every one recomputed", "never": "nothing recomputed"}
     remat = found.candidate.remat[0]  # as all stages recompute
+    again = {"always": "every one recomputed", "never": "nothing recomputed"}
     what = again.get(remat, f"re-materialization {remat}")
     title = (
         f"{model.name}: {model.num_parameters:,} parameters under {found.candidate.schedule} on "
@@ -364,17 +464,13 @@ def text_of_bytes(model: Model, request: Request, found: Found) -> str:
         f"{request.optimizer}, mini-batch {request.batch_size} in {found.candidate.num_microbatches} "
         f"micro-batches, {what}"
         + EAGER_BYTES * request.compiled
-        + (f", {model.attention} attention" if model.attention != "cpu" else "")
-        + (f", {request.held_back_bytes / GIB:g} GiB held back" if request.held_back_bytes else "")
+        + f", {model.attention} attention" * (model.attention != "cpu")
+        + f", {request.held_back_bytes / GIB:g} GiB held back" * bool(request.held_back_bytes)
     )
-    gib: Callable[[int], str] = lambda num_bytes: f"{num_bytes / GIB:.2f}"  # noqa: E731
-    lines = [
-        [
-            worker, " ".join(map(str, stages)), found.layers_of(worker), memory.when, gib(memory.peak),
-            *(gib(getattr(memory, part)) for part in PARTS),
-        ]
-        for worker, (stages, memory) in enumerate(zip(found.homes, found.memory, strict=True))
-    ]  # fmt: skip
+    lines = []
+    for worker, (stages, memory) in enumerate(zip(found.homes, found.memory, strict=True)):
+        gib = [f"{getattr(memory, part) / GIB:.2f}" for part in ("peak", *PARTS)]
+        lines.append([worker, " ".join(map(str, stages)), found.layers_of(worker), memory.when, *gib])
     headers = ["worker", "stages", "layers", "at", "peak GiB", *(part.replace("_", " ") for part in PARTS)]
     if all(stages == (worker,) for worker, stages in enumerate(found.homes)):
         headers = ["stage", *headers[2:]]
@@ -385,20 +481,17 @@ def text_of_bytes(model: Model, request: Request, found: Found) -> str:
 
 def facts(model: Model, request: Request, found: Found) -> dict[str, Any]:
     """The same as plain data, in bytes."""
+    way = found.candidate
     return {
         "model": model.name,
         "num_parameters": model.num_parameters,
-        "accelerators": request.accelerators,
-        "memory_bytes": request.memory_bytes,
+        **{name: getattr(request, name) for name in ("accelerators", "memory_bytes")},
         "reserve_bytes": request.held_back_bytes,
         "batch_size": request.batch_size,
-        "num_microbatches": found.candidate.num_microbatches,
-        "schedule": found.candidate.schedule,
-        "remat": found.candidate.remat[0],
-        "optimizer": request.optimizer,
-        "precision": request.precision,
-        "compiled": request.compiled,
-        "layers_per_stage": [len(stage) for stage in found.candidate.cut],
+        **{name: getattr(way, name) for name in ("num_microbatches", "schedule")},
+        "remat": way.remat[0],
+        **{name: getattr(request, name) for name in ("optimizer", "precision", "compiled")},
+        "layers_per_stage": [len(stage) for stage in way.cut],
         "workers": [
             {"stages": list(stages), "peak": memory.peak, **asdict(memory)}
             for stages, memory in zip(found.homes, found.memory, strict=True)

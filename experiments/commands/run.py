@@ -40,7 +40,6 @@ TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # torch reads it when it is loaded
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Adds the verb's options to its parser."""
     add = verb.add_argument
     add("name", metavar="NAME", help="an experiment; `list` has their names")
     add(

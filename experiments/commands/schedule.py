@@ -1,16 +1,12 @@
 """`schedule`: a schedule as a picture, checked, with what follows from it; to a file and from one.
 
-A schedule can be judged before anything runs: whether it can be executed at all, how long a step is, how much
-of it is bubble, and how many micro-batches a worker holds at a time. Durations are the usual ones for equal
-stages, a forward and a recomputation one slot and a backward two, and messages take no time.
+Durations are the usual ones for equal stages, a forward and a recomputation one slot and a backward two, and
+messages take no time. Where a worker holds several stages, each is a part of what it would hold alone: so
+beside the slots of a stage there are those of a whole share of the model, which make schedules with different
+numbers of stages comparable.
 
 `--from FILE` judges somebody else's list of actions, in torch's form: whether it can be executed, and if not,
-who waits for what there (`pipeline.plan.walk.validate`). Exit status 0: it can; 1: it cannot; 2: the file
-holds no schedule.
-
-Where a worker holds several stages, each is a part of what it would hold alone. So beside the slots of a
-stage there are those of a whole share of the model, which make schedules with different numbers of stages
-comparable.
+who waits for what there. Exit status 0: it can; 1: it cannot; 2: the file holds no schedule.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from gpipe_bench.experiments.commands.output import (
     write_text,
 )
 from gpipe_bench.experiments.drawing import gantt
-from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named, suggestion
 from gpipe_bench.pipeline.plan.schedule import (
     REMAT_MODES,
@@ -49,7 +45,6 @@ MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Adds the verb's options to its parser."""
     add = verb.add_argument
     add("name", nargs="?", metavar="NAME", help=f"one of {', '.join(NAMED)}; none with --from")
     add("--workers", type=int, metavar="K", help="processes or devices")
@@ -97,7 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _named(arguments: argparse.Namespace) -> Schedule:
-    """A built-in schedule."""
     known = ", ".join(NAMED)
     if arguments.name is None:
         raise ValueError(f"no schedule; give one of {known}, or --from FILE")
@@ -130,13 +124,11 @@ def _read(path: Path, arguments: argparse.Namespace) -> Schedule:
             raise ValueError(f"--from {path} says it all; leave {said} out")
     try:
         text = path.read_text(encoding="utf-8-sig")  # a spreadsheet may put a mark in front
+        schedule = from_csv(text, path.stem, None if arguments.remat is None else from_text(arguments.remat))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a file that --csv wrote") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text; give a file that --csv wrote") from error
-    remat = None if arguments.remat is None else from_text(arguments.remat)
-    try:
-        schedule = from_csv(text, path.stem, remat)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     total = sum(map(len, schedule.actions))
@@ -146,7 +138,6 @@ def _read(path: Path, arguments: argparse.Namespace) -> Schedule:
 
 
 def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """Facts about the schedule, for the text and as JSON."""
     share = schedule.num_workers / schedule.num_stages
     return {
         "schedule": schedule.name,
@@ -178,27 +169,26 @@ def _title(facts: dict[str, Any]) -> str:
     )
 
 
-def _length(facts: dict[str, Any]) -> str:
-    slots, shares = facts["makespan_slots"], facts["makespan_shares"]
-    of_share = f", {shares:g} of a worker's whole share" if shares != slots else ""
-    return f"makespan {slots:g} slots{of_share}, bubble {facts['bubble']:.1%}"
-
-
 def folded(picture: str) -> str:
     """The picture in as many blocks as a screen takes; slots are not divided."""
     rows = [line.partition("| ")[::2] for line in picture.splitlines()]
     slot = 1 + max(len(each) for _, grid in rows for each in grid.split())
     width = max(1, (screen_width() - len(rows[0][0]) - 2) // slot) * slot
-    longest = max(len(grid) for _, grid in rows)
     blocks = [
         "\n".join(f"{name}| {grid[start : start + width]}".rstrip() for name, grid in rows)
-        for start in range(0, longest, width)
+        for start in range(0, max(len(grid) for _, grid in rows), width)
     ]
     return "\n\n".join(blocks)
 
 
 def _text(facts: dict[str, Any], picture: str) -> str:
+    slots, shares = facts["makespan_slots"], facts["makespan_shares"]
+    of_share = f", {shares:g} of a worker's whole share" if shares != slots else ""
     lengths = ", ".join(f"{kind.value} {slots:g}" for kind, slots in SLOTS.items())
+    result = (
+        f"makespan {slots:g} slots{of_share}, bubble {facts['bubble']:.1%}\n"
+        f"  (slots: {lengths}; equal stages, messages take no time)"
+    )
     share = facts["num_workers"] / facts["num_stages"]
     columns = ["worker", "stages", "live activations", "of a whole share", "busy slots"]
     lines = [
@@ -208,6 +198,5 @@ def _text(facts: dict[str, Any], picture: str) -> str:
         ]
         for each in facts["workers"]
     ]  # fmt: skip
-    table = Grid(columns=columns, lines=lines, right=frozenset(range(1, len(columns)))).text()
-    result = f"{_length(facts)}\n  (slots: {lengths}; equal stages, messages take no time)"
+    table = Grid(columns=columns, lines=lines, right=numbers(columns)).text()
     return f"{_title(facts)}\n\n{folded(picture)}\n\n{result}\n\n{table}"

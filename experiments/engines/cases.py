@@ -3,70 +3,323 @@
 Each case is what users of some engine have met; `source` is the public thread. It is asked of an engine on a
 model so small that a step takes milliseconds, in one process and over two, in float64 and float32, with four
 and six micro-batches, and over three or four steps with another mini-batch each and an optimizer's update
-between them: what is stale, or wrong from some step on, shows only so. What is asked stands in `asks.py`.
-What an engine refuses by a ValueError, or has no method for, can't be asked and is no mistake. The first
-cases, `BASE`, share their steps; where these are wrong, nothing else is asked. A case in which an engine
-hangs or ends its processes, or raises in one of two, costs that case alone: the next ones run in new
-processes.
+between them: what is stale, or wrong from some step on, shows only so. Each step is held against the uncut
+model, and what an engine leaves is named by what would explain it (`checks.py`). What an engine refuses by a
+ValueError, or has no method for, can't be asked and is no mistake. The first cases, `BASE`, share their
+steps; where these are wrong, nothing else is asked.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpipe_bench.experiments.engines.asks import (
-    Masks,
-    Skip,
-    adds_up,
-    averages,
-    clips,
-    evaluates_first,
-    first_steps,
-    frozen,
-    linear,
-    masks_again,
-    scaled,
-    trains,
-)
 from gpipe_bench.experiments.engines.checks import (
-    BROKEN,
     CANNOT,
     FAILED,
     OK,
     SEED,
+    STEPS,
     UNTRIED,
     WIDTH,
     Given,
     Said,
-    drawn,
+    Step,
+    check_counts,
+    compared,
+    factor_of,
+    left,
+    loss_said,
+    mean_square,
+    round_norm,
+    same,
 )
-from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, fault_of, run_isolated
-from gpipe_bench.experiments.engines.setup import NoStepError, Setup, build, placement_of, resolve
+from gpipe_bench.experiments.engines.setup import Setup
 
-VARIATIONS = tuple((count, dtype) for dtype in (torch.float64, torch.float32) for count in (4, 6))
-"""Micro-batches and precision, in which every case is asked."""
-PLACES = {"one process": 1, "two processes": 2}
+_SCALE = 2.0**16  # as a scaler of gradients begins with
 
 
-@dataclass(frozen=True)
-class Row:
-    """Result of one case in one place."""
+# What is asked
 
-    place: str
-    case: str
-    verdict: str
-    text: str
-    expected: str = ""
-    meaning: str = ""
-    source: str = ""
+
+def first_steps(given: Given) -> list[Said]:
+    """A few counted steps: what is said to each case of `BASE`."""
+    counts: Said = (OK, "")
+    first = summed = later = loss = counts
+    alive: list[list[Callable[[], bool]]] = [[]]
+    wanted: float | None = None
+
+    def note(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        made = [output] if output.grad_fn is not None else []
+        for tensor in made + [inputs[0]] * (layer is given.setup.layers[0]):  # that is the mini-batch
+            alive[-1].append(_lives(StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
+
+    def watched(*values: Any) -> Any:
+        found = _Watched.apply(mean_square(*values))  # type: ignore[no-untyped-call]
+        node = weakref.ref(found.grad_fn)
+        alive[-1].append(lambda: node() is not None)
+        return found
+
+    hooks = [layer.register_forward_hook(note) for layer in given.setup.local_layers]
+    for step in given.train(STEPS, watched):
+        before, wanted = wanted, _plain_loss(given)
+        counts = _counted(step, given) if counts[0] == OK else counts
+        loss = loss_said(step.loss, wanted, before, given.batch.dtype) if loss[0] == OK else loss
+        how, said = compared(given)
+        if step.number == 1:
+            first = (FAILED, said) if how == "wrong" else (OK, said if how == "right" else "but for a factor")
+            summed = {
+                "right": (OK, "the gradients are those of the mean loss"),
+                "times": (FAILED, said),
+                "wrong": (UNTRIED, "its gradients are wrong in another way"),
+            }[how]
+            later = (OK, "") if how == "right" else (UNTRIED, "its first step is wrong")
+        elif how != "right" and later[0] == OK:
+            later = FAILED, f"in step {step.number} {said}"
+        del step
+        alive.append([])
+    for hook in hooks:
+        hook.remove()
+    gc.collect()
+    kept = sum(is_alive() for each in alive[:2] for is_alive in each)
+    return [
+        (OK, f"{type(given.engine).__name__} has step(batch, target, loss_fn)"),
+        counts,
+        first,
+        summed,
+        (later[0], later[1] or f"the gradients of {STEPS} steps are right, with an update after each"),
+        loss,
+        (FAILED, f"a step changes {given.disturbed}") if given.disturbed else (OK, "nothing else changes"),
+        (FAILED, f"{kept} inputs, activations or graphs of two steps are kept over {STEPS}")
+        if kept
+        else (OK, "what a step has made is gone two steps later"),
+    ]
+
+
+def _lives(storage: StorageWeakRef) -> Callable[[], bool]:
+    return lambda: not storage.expired()  # type: ignore[no-untyped-call]
+
+
+class _Watched(torch.autograd.Function):
+    """Hands a loss on; its node lives as long as the graph that it is in."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def trains(given: Given) -> Said:
+    for step in given.train(3):
+        said = _counted(step, given)
+        if said[0] == OK:
+            said = _right(given, said[1])
+        if said[0] != OK:
+            break
+    return said
+
+
+def frozen(given: Given) -> Said:
+    local = [p for layer in given.setup.local_layers for p in layer.parameters()]
+    for _ in given.train(3):
+        if any(p.grad is not None and not p.requires_grad for p in local):
+            return FAILED, "a frozen parameter has a gradient"
+        if (said := _right(given))[0] != OK:
+            break
+    return said
+
+
+def adds_up(given: Given) -> Said:
+    """A step without clearing doubles the gradients of the step before."""
+    once = _begin(given)
+    given.step(clean=False)
+    twice = left(given.setup)
+    if same(twice, {name: 2 * gradient for name, gradient in once.items()}):
+        return OK, "two steps leave the sum of their gradients"
+    times = factor_of(twice, once)
+    of = f"{times:.6g} times the gradients of one" if times is not None else "neither once nor twice these"
+    return FAILED, f"two steps do not leave the sum of their gradients but {of}; a step must add to .grad"
+
+
+def _begin(given: Given) -> dict[str, Tensor]:
+    """Two steps of training, and the gradients of the third."""
+    for _ in given.train(2):
+        pass
+    given.draw(3)
+    given.step()
+    return left(given.setup)
+
+
+def scaled(given: Given) -> Said:
+    """A scaled loss scales the gradients of the step before."""
+    once = _begin(given)
+    given.step(lambda *values: _SCALE * mean_square(*values))
+    found = left(given.setup)
+    if not same(found, {name: _SCALE * gradient for name, gradient in once.items()}):
+        if norm := round_norm(found):
+            return FAILED, f"all gradients are scaled down to a norm of {norm}: the engine clips by itself"
+        if same(found, once):
+            return FAILED, "its gradients are those of the loss function of an earlier step"
+        times = factor_of(found, once)
+        of = f"{times:.6g} times" if times is not None else "not by one factor"
+        return FAILED, f"with the loss times {_SCALE:g} the gradients are {of} those without"
+    given.step(lambda *values: float("inf") * mean_square(*values))
+    if all(bool(gradient.isfinite().all()) for gradient in left(given.setup).values()):
+        return FAILED, "an infinite loss leaves finite gradients: a scaler would not see the overflow"
+    return OK, f"the loss times {_SCALE:g} gives gradients times {_SCALE:g}, and an overflow is seen"
+
+
+def clips(given: Given) -> Said:
+    clip = getattr(given.engine, "clip", None)
+    if clip is None:
+        return CANNOT, "it has no method clip(max_norm)"
+    for _ in given.train(3):
+        if (verdict := _right(given))[0] != OK:
+            return verdict
+        norm = float(torch.cat([gradient.flatten() for gradient in given.everything.values()]).norm())
+        returned = clip(norm / 4)
+        found = left(given.setup)
+        for name, wanted in given.expected.items():
+            if not torch.allclose(found[name], wanted / 4, rtol=1e-3, atol=1e-6):
+                times = float(found[name].norm() / (wanted / 4).norm())
+                return FAILED, f"{name} is {times:.4g} times what clipping by the norm of all stages leaves"
+        if returned is not None and abs(float(returned) - norm) > 1e-4 * norm:
+            return FAILED, f"clip returned {float(returned):.6g}; the norm of all gradients was {norm:.6g}"
+    return OK, "all gradients are scaled by the norm over all stages"
+
+
+def evaluates_first(given: Given) -> Said:
+    evaluate = getattr(given.engine, "evaluate", None)
+    if evaluate is None:
+        return CANNOT, "it has no method evaluate(batch, target, loss_fn)"
+    given.draw(1)
+    loss = evaluate(given.batch, given.target, mean_square)
+    verdict, said = loss_said(loss, _plain_loss(given), None, given.batch.dtype)
+    if verdict != OK:
+        return verdict, f"evaluate {said}"
+    local = given.setup.local_layers
+    if any(p.grad is not None for layer in local for p in layer.parameters()):
+        return FAILED, "evaluate leaves gradients"
+    if not all(layer.training for layer in local):
+        return FAILED, "the layers stay in evaluation mode"
+    for _ in given.train(3):
+        if (right := _right(given, "the steps after it are right"))[0] != OK:
+            break
+    return right
+
+
+def averages(given: Given) -> Said:
+    """After each step batch normalization's averages are those of its micro-batches in turn, or of the
+    mini-batch at once.
+    """
+    count = given.setup.num_microbatches
+    for step in given.train(3):
+        for index in [index for stage in given.setup.local_stages for index in given.setup.partition[stage]]:
+            layer, plain = given.setup.layers[index], given.plain[index]
+            if not isinstance(layer, nn.BatchNorm1d) or not isinstance(plain, nn.BatchNorm1d):
+                continue
+            number = int(layer.num_batches_tracked or 0)
+            if number not in (step.number, count * step.number):
+                return FAILED, (
+                    f"layer {index} has counted {number} batches in {step.number} steps of {count} "
+                    "micro-batches"
+                )
+            if number == int(plain.num_batches_tracked or 0):  # else at once, which is another average
+                for mine, theirs in zip(layer.buffers(), plain.buffers(), strict=True):
+                    if not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5):
+                        return FAILED, f"layer {index} has averages of other examples, or of some twice"
+    return OK, "the averages are those of the examples, once each"
+
+
+def masks_again(given: Given) -> Said:
+    """Every forward of an input draws the same mask in a dropout; the next step draws others."""
+    layers = given.setup.layers
+    drawn: dict[int, list[tuple[Tensor, Tensor]]] = {
+        index: [] for index, layer in enumerate(layers) if isinstance(layer, nn.Dropout)
+    }
+    earlier: dict[int, list[Tensor]] = {}
+
+    def note(index: int, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        drawn[index].append((inputs[0].detach().clone(), output.detach() != 0))
+
+    for index in drawn:
+        layers[index].register_forward_hook(partial(note, index))
+    for step in given.train(3):
+        for index, found in drawn.items():
+            for place, (inputs, mask) in enumerate(found):
+                for before, other in found[:place]:
+                    if step.number > 1 and torch.equal(inputs, before) and not torch.equal(mask, other):
+                        return FAILED, f"layer {index} drew another mask when a micro-batch was recomputed"
+            masks, known = [mask for _, mask in found], earlier.get(index, [])
+            if masks and len(masks) == len(known) and all(map(torch.equal, masks, known)):
+                return FAILED, f"layer {index} drew the masks of the step before: they are no longer random"
+            earlier[index] = masks
+            found.clear()
+    return OK, "every recomputation draws the mask of the forward, and every step its own"
+
+
+def _counted(step: Step, given: Given) -> Said:
+    """Checks what ran in a step, except in the first, in which an engine may agree on shapes."""
+    if step.number == 1:
+        return OK, ""
+    try:
+        count, sizes = check_counts("the engine", step.counts, given.setup, given.batch)
+    except RuntimeError as error:
+        return FAILED, str(error).partition(": ")[2]
+    text = f"each stage ran {len(count.rows)} forwards and {count.backwards} backwards"
+    return OK, f"{text} of {', '.join(map(str, sorted(set(sizes))))} examples"
+
+
+def _right(given: Given, said: str = "") -> Said:
+    """Whether the gradients are the uncut model's; else that may be said already."""
+    how, why = compared(given)
+    return (OK, said or why) if how == "right" else (FAILED, why)
+
+
+def _plain_loss(given: Given) -> float:
+    with torch.no_grad():
+        return float(mean_square(nn.Sequential(*given.plain)(given.batch), given.target))
+
+
+# The models
+
+
+class Skip(nn.Module):
+    """A layer that passes its input on beside its output, as AmoebaNet's cells do, or joins the two."""
+
+    def __init__(self, joins: bool) -> None:
+        super().__init__()
+        self.linear, self.joins = nn.Linear(WIDTH, WIDTH), joins
+
+    def forward(self, value: Any) -> Any:
+        if self.joins:
+            return self.linear(value[0]) + value[1]
+        return torch.tanh(self.linear(value)), value
+
+
+class Masks(Skip):
+    """A layer that makes a mask of each example, which needs no gradient, or applies it."""
+
+    def forward(self, value: Any) -> Any:
+        if self.joins:
+            return self.linear(value[0] * value[1])
+        return torch.tanh(self.linear(value)), value > 0
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
 
 
 MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
@@ -79,6 +332,33 @@ MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
 """Layers between the first of a model and the last. The model is cut behind its second layer, or behind
 each of the first three.
 """
+
+
+def subject(
+    case: Case, placement: tuple[int, ...] = (), count: int = 4, dtype: torch.dtype = torch.float64
+) -> tuple[Setup, int]:
+    """The same model in every process, and the size of a mini-batch; without a placement all of it is in
+    this one.
+    """
+    torch.manual_seed(SEED)
+    count = case.num_microbatches or count
+    layers: list[nn.Module] = [linear(), *MIDDLES[case.middle](), linear()]
+    for layer in layers:
+        layer.to(dtype)
+    if case.shared:
+        layers[-1].weight = layers[0].weight
+    ends = (0, 1, 2, 3, 5) if len(placement) == 4 else (0, 2, 5)
+    spans = tuple(range(*each) for each in pairwise(ends))
+    still = {"": (), "first layers": range(3), "last stage": spans[-1]}[case.frozen]
+    for index in still:
+        layers[index].requires_grad_(False)
+    return Setup(
+        layers, spans, count, case.remat, torch.device("cpu"),
+        dist.group.WORLD if placement else None, placement if len(placement) > 2 else (),
+    ), count * case.examples + case.ragged  # fmt: skip
+
+
+# The cases
 
 
 class Case(NamedTuple):
@@ -157,207 +437,3 @@ CASES = (
 )  # fmt: skip
 """Cases in the order in which they run: those refused most often come last and cost no new processes."""
 GROUPS: tuple[tuple[Case, ...], ...] = (BASE, *((case,) for case in CASES[len(BASE) :]))
-
-
-def faults(rows: Sequence[Row]) -> list[Row]:
-    """Rows that are wrong, the engine's errors first. An engine that can do nothing at all is wrong, too."""
-    bad = [row for verdict in (BROKEN, FAILED) for row in rows if row.verdict == verdict]
-    if not bad and not any(row.verdict == OK for row in rows):
-        return [row for row in rows if row.verdict == CANNOT][:1]
-    return bad
-
-
-def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = ()) -> list[Row]:
-    """Rows of the cases of these names in a place, by default of all; the first cases always run. ValueError
-    where the name leads to no engine.
-    """
-    chosen = [
-        index for index, group in enumerate(GROUPS)
-        if not index or not wanted or any(case.name in wanted for case in group)
-    ]  # fmt: skip
-    rows: list[Row] = []
-    while chosen:
-        told, last, fault = _told(name, place, chosen, timeout_s)
-        for _, by_rank in sorted(told.items()):
-            if len(by_rank) == PLACES[place]:
-                rows += _joined(by_rank)
-        if fault is not None:
-            rows.append(_row(place, GROUPS[last][0], _raised(fault)))
-        if fault is None or not are_right(rows):
-            break
-        chosen = [index for index in chosen if index > last]
-    return settled(rows)
-
-
-def are_right(rows: Sequence[Row]) -> bool:
-    """Whether the first cases are, of which these are the rows or the first ones."""
-    return all(row.verdict == OK for row in rows[: len(BASE)])
-
-
-def settled(rows: list[Row]) -> list[Row]:
-    """The rows, and those of the cases that were not asked as the first ones are wrong."""
-    if are_right(rows) or rows[0].verdict == CANNOT:
-        return rows
-    return rows + [
-        _row(rows[0].place, case, (UNTRIED, "the first steps are wrong")) for case in CASES[len(BASE) :]
-    ]
-
-
-def _row(place: str, case: Case, said: Said) -> Row:
-    return Row(place, case.name, *said, case.expected, case.meaning, case.source)
-
-
-def _raised(fault: Fault) -> Said:
-    return CANNOT if fault.refused else BROKEN, fault.reason.removeprefix("ValueError: ")
-
-
-def _told(
-    name: str, place: str, chosen: Sequence[int], timeout_s: float
-) -> tuple[dict[int, list[list[Row]]], int, Fault | None]:
-    """Rows that the processes find in these groups of cases, by group; the last group that a process has
-    begun, and what ended the processes there. ValueError where the name leads nowhere.
-    """
-    fault = None
-    try:
-        told = run_isolated(trial, PLACES[place], name, place, chosen, timeout_s=timeout_s)
-    except IsolatedError as error:
-        told, fault = error.told, error.fault
-    found: dict[int, list[list[Row]]] = {}
-    last = chosen[0]
-    for index, rows in (news for of_rank in told for news in of_rank):
-        if index is None:
-            raise ValueError(rows)
-        last = max(last, index)
-        if rows is not None:
-            found.setdefault(index, []).append(rows)
-    return found, last, fault
-
-
-def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
-    """For each case, the worst row of any process; its text names the process if not all say the same."""
-    joined = []
-    for rows in zip(*by_rank, strict=False):  # one without `step` says no more
-        bad = [rank for rank, row in enumerate(rows) if row.verdict != OK]
-        if bad and len({row.text for row in rows}) > 1:
-            said = rows[bad[0]]
-            joined.append(replace(said, text=f"process {bad[0]}: {said.text}"))
-        else:
-            joined.append(rows[-1])  # the last stage knows the loss
-    return joined
-
-
-# In the processes
-
-
-def trial(tell: Tell, name: str, place: str, chosen: Sequence[int]) -> list[tuple[int | None, Any]]:
-    """Runs in each process: tells `(index, None)` before each of these groups and `(index, rows)` after it;
-    `(None, reason)` where the name leads nowhere. Returns all of it.
-    """
-    told: list[tuple[int | None, Any]] = []
-
-    def say(index: int | None, what: Any) -> None:
-        told.append((index, what))
-        tell((index, what))
-
-    try:
-        resolve(name)
-    except ValueError as error:
-        say(None, str(error))
-        return told
-    for index in chosen:
-        say(index, None)
-        rows = examine(name, GROUPS[index], place)
-        say(index, rows)
-        if GROUPS[index] == BASE and not _everywhere(are_right(rows)):
-            break
-    return told
-
-
-def _everywhere(is_right: bool) -> bool:
-    """Whether all processes say so: one that went on alone would wait for the others."""
-    said: list[bool] = [True] * dist.get_world_size()
-    dist.all_gather_object(said, is_right)
-    return all(said)
-
-
-def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = False) -> list[Row]:
-    """All findings of a group of cases in this process, the worst of all variations. Over processes what an
-    engine raises is raised: the others may wait for this one; with `raises`, also in one. But what a factory
-    refuses in one, all leave alone.
-    """
-    worst: list[Row] = []
-    for variation in VARIATIONS:
-        if group[0].num_microbatches is not None and variation[0] != VARIATIONS[0][0]:
-            continue
-        rows = _examine(name, group, place, *variation, raises)
-        if len(rows) == 1 and rows[0].verdict != OK and len(group) > 1:
-            return rows
-        how = "" if variation == VARIATIONS[0] else f"with M = {variation[0]} in {_named(variation[1])}: "
-        for index, row in enumerate(rows):
-            told = row if row.verdict == OK else replace(row, text=how + row.text)
-            if not worst[index:]:
-                worst.append(told)
-            elif _SEVERITY.index(row.verdict) < _SEVERITY.index(worst[index].verdict):
-                worst[index] = told
-    return worst
-
-
-_SEVERITY = (BROKEN, FAILED, UNTRIED, OK, CANNOT)
-"""What is refused in one variation is no mistake, and asked in the others."""
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _examine(
-    name: str, group: tuple[Case, ...], place: str, count: int, dtype: torch.dtype, raises: bool
-) -> list[Row]:
-    case, alone = group[0], PLACES[place] == 1
-    setup, size = subject(case, () if alone else placement_of(name) or (0, 1), count, dtype)
-    plain = copy.deepcopy(setup.layers)
-    try:
-        refused, engine = "", None
-        try:
-            engine = build(name, setup)
-        except NoStepError as error:
-            return [_row(place, case, (FAILED, str(error)))]
-        except ValueError as error:
-            refused = _raised(fault_of(error))[1]
-        if not alone:
-            said: list[str] = [""] * dist.get_world_size()
-            dist.all_gather_object(said, refused)
-            refused = next(filter(None, said), "")
-        if refused or engine is None:
-            return [_row(place, each, (CANNOT, refused)) for each in group[:1]]
-        given = Given(engine, setup, plain, *drawn(size, 0, dtype), compares=case.middle != "noise")
-        found = first_steps(given) if group == BASE else [case.ask(given)]
-    except Exception as error:
-        if raises or not alone:
-            raise
-        return [_row(place, case, _raised(fault_of(error)))]
-    return [_row(place, *each) for each in zip(group, found, strict=True)]
-
-
-def subject(
-    case: Case, placement: tuple[int, ...] = (), count: int = 4, dtype: torch.dtype = torch.float64
-) -> tuple[Setup, int]:
-    """The same model in every process, and the size of a mini-batch; without a placement all of it is in
-    this one.
-    """
-    torch.manual_seed(SEED)
-    count = case.num_microbatches or count
-    layers: list[nn.Module] = [linear(), *MIDDLES[case.middle](), linear()]
-    for layer in layers:
-        layer.to(dtype)
-    if case.shared:
-        layers[-1].weight = layers[0].weight
-    ends = (0, 1, 2, 3, 5) if len(placement) == 4 else (0, 2, 5)
-    spans = tuple(range(*each) for each in pairwise(ends))
-    still = {"": (), "first layers": range(3), "last stage": spans[-1]}[case.frozen]
-    for index in still:
-        layers[index].requires_grad_(False)
-    return Setup(
-        layers, spans, count, case.remat, torch.device("cpu"),
-        dist.group.WORLD if placement else None, placement if len(placement) > 2 else (),
-    ), count * case.examples + case.ragged  # fmt: skip

@@ -1,13 +1,13 @@
 """What an engine really does in a step, counted on the layers themselves and held against the plain model.
 
 A benchmark that forgot its micro-batches or its re-materialization has measured something else, and nothing
-in its numbers says so. Therefore every engine is checked before it is timed (`verify`), and the counts stay
-in the records: how many examples each forward of a stage had, how often gradients came back to it, and how
-far the gradients of the mini-batch are from those of the uncut model.
+in its numbers says so. So every engine is checked before it is timed (`verify`), and the counts are recorded:
+how many examples each forward of a stage had, how often gradients came back to it, and how far the gradients
+of the mini-batch are from those of the uncut model.
 
-`check-engine` asks more (`cases`): beside the engine the uncut model takes the same steps, trained alike
-(`Given`). Wrong gradients alone help nobody: stale ones, those of another mini-batch and clipped ones look
-alike. So each known mistake is tried on the uncut model, and the one whose gradients the engine has is named.
+`check-engine` asks more (`cases`): beside the engine the uncut model is trained alike (`Given`). Wrong
+gradients look alike whether they are stale, clipped or another mini-batch's. So each known mistake is tried
+on the uncut model, and the one whose gradients the engine has is named.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,39 +49,26 @@ def counting(first_layers: Mapping[int, nn.Module]) -> Iterator[Callable[[], dic
     layer's outputs.
     """
     rows: dict[int, list[int]] = {stage: [] for stage in first_layers}
-    backwards = dict.fromkeys(first_layers, 0)
-    hooks = []
+    backwards: Counter[int] = Counter()
 
-    def watch(stage: int, layer: nn.Module) -> None:
-        def count(gradient: Tensor) -> None:
-            backwards[stage] += 1
+    # Counted when it begins: a recomputation may stop inside the layer, once it has what it needs.
+    def begins(stage: int, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        rows[stage].append(num_examples(inputs[0]))
 
-        # Counted when it begins: a recomputation may stop inside the layer, once it has what it needs.
-        def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            rows[stage].append(num_examples(inputs[0]))
+    def ends(stage: int, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        # A tensor that a layer hands on unchanged may require a gradient even where there is no graph.
+        given = {id(tensor) for tensor in tensors_of(inputs[0])}
+        own = [t for t in tensors_of(output) if t.is_floating_point() and id(t) not in given]
+        if own and own[0].requires_grad:
+            own[0].register_hook(lambda gradient: backwards.update([stage]))  # type: ignore[no-untyped-call]
 
-        def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            # A tensor that a layer hands on unchanged may require a gradient even where there is no graph.
-            given = {id(tensor) for tensor in tensors_of(inputs[0])}
-            own = [t for t in tensors_of(output) if t.is_floating_point() and id(t) not in given]
-            if own and own[0].requires_grad:
-                own[0].register_hook(count)  # type: ignore[no-untyped-call]
-
-        hooks.extend([layer.register_forward_pre_hook(before), layer.register_forward_hook(after)])
-
-    for stage, layer in first_layers.items():
-        watch(stage, layer)
+    hooks = [layer.register_forward_pre_hook(partial(begins, stage)) for stage, layer in first_layers.items()]
+    hooks += [layer.register_forward_hook(partial(ends, stage)) for stage, layer in first_layers.items()]
     try:
         yield lambda: {stage: Count(tuple(rows[stage]), backwards[stage]) for stage in first_layers}
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def forward_rows(sizes: Sequence[int], remat: str) -> list[int]:
-    """Examples of each forward that a stage runs in a step, for micro-batches of these sizes."""
-    again = [size for index, size in enumerate(sizes) if recomputes(remat, index, len(sizes))]
-    return [*sizes, *again]
 
 
 def check_counts(
@@ -93,25 +81,29 @@ def check_counts(
     backward in two halves may bring a gradient in both: twice M are counted as M.
     """
     sizes = [num_examples(part) for part in split(batch, setup.num_microbatches)]
+    number = len(sizes)
     modes = ("except_last", "always") if setup.remat == "except_last" else (setup.remat,)
-    expected = [forward_rows(sizes, mode) for mode in modes]
+    expected = [
+        [*sizes, *(size for index, size in enumerate(sizes) if recomputes(mode, index, number))]
+        for mode in modes
+    ]
+    due = " or ".join(str(len(rows)) for rows in expected)
     for stage, count in counted.items():
-        if count.backwards == 2 * len(sizes):
-            count = count._replace(backwards=len(sizes))
-        right = count.backwards == len(sizes)
+        if count.backwards == 2 * number:
+            count = count._replace(backwards=number)
+        right = count.backwards == number
         if right and Counter(count.rows) in map(Counter, expected):
             continue
-        due = " or ".join(str(len(rows)) for rows in expected)
         if right and sorted(count.rows) == sorted(sizes):
             raise RuntimeError(
-                f"{name}: stage {stage} recomputed nothing: {len(sizes)} forwards, and {due} are due with "
+                f"{name}: stage {stage} recomputed nothing: {number} forwards, and {due} are due with "
                 f"setup.remat = {setup.remat!r}; recompute, or refuse it by a ValueError in the factory"
             )
         forwards, backwards = _number(len(count.rows), "forward"), _number(count.backwards, "backward")
         raise RuntimeError(
             f"{name}: stage {stage} ran {forwards} of {_all_of(count.rows)} examples and {backwards}; "
-            f"{len(sizes)} micro-batches of {_all_of(sizes)} with setup.remat = {setup.remat!r} take {due} "
-            f"forwards and {_number(len(sizes), 'backward')}"
+            f"{number} micro-batches of {_all_of(sizes)} with setup.remat = {setup.remat!r} take {due} "
+            f"forwards and {_number(number, 'backward')}"
         )
     return count, sizes
 
@@ -191,12 +183,11 @@ def verify(
     loss_fn: LossFn,
     expected: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Two steps of an engine: how often its stages ran forward and backward, on how many examples, and how
-    far its gradients are from `expected`, by default the plain model's (`reference`, not possible where the
-    model is too large for one device); what is not among them is not compared. In processes, all must call.
-
-    RuntimeError where a micro-batch is missing or of another size, where a recomputation is missing, and
-    where gradients are wrong. For a record's details.
+    """Two steps of an engine, for a record's details: how often its stages ran forward and backward, on how
+    many examples, and how far its gradients are from `expected`, by default the plain model's (`reference`,
+    not possible where the model is too large for one device); what is not among them is not compared. In
+    processes, all must call. RuntimeError where a micro-batch or a recomputation is missing or of another
+    size, and where gradients are wrong.
     """
     if expected is None:
         expected = reference(setup, batch, target, loss_fn)
@@ -222,7 +213,6 @@ WIDTH, SEED, STEPS, LEARNING_RATE = 6, 1811, 4, 0.1
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    """The loss: the mean over what it is given."""
     return ((output - target) ** 2).mean()
 
 
@@ -238,9 +228,12 @@ class Step(NamedTuple):
 class Given:
     """An engine, what it was built from, and the uncut model beside it, whose weights are trained alike.
 
-    Where layers draw at random (not `compares`), gradients are not compared; its layers train by its own.
-    `before` are mini-batch and weights of the steps until now; `disturbed` is what a step has changed of what
-    it was given, in words; `everything` are the gradients of the latest step, of all layers.
+    Args:
+        batch, target: the mini-batch
+        everything: the gradients of the latest step, of all layers
+        before: mini-batch and weights of the steps until now
+        disturbed: what a step has changed of what it was given, in words
+        compares: whether gradients are compared; else, as layers draw at random, these train by their own
     """
 
     engine: Engine
@@ -264,7 +257,6 @@ class Given:
         return {name: self.everything[name] for name in named_parameters(self.setup)}
 
     def draw(self, number: int) -> None:
-        """The mini-batch of a step, and the gradients of the uncut model."""
         self.batch, self.target = drawn(len(self.batch), number, self.batch.dtype)
         if self.compares:
             self.everything = reference(self.whole, self.batch, self.target, mean_square)
@@ -332,8 +324,7 @@ OK, FAILED, BROKEN, CANNOT, UNTRIED = "ok", "failed", "broken", "cannot be asked
 ValueError, or has no method for it.
 """
 SKIPPED = (CANNOT, UNTRIED)
-Said = tuple[str, str]
-"""A verdict, and what is said."""
+Said = tuple[str, str]  # a verdict, and what is said
 
 Gradients = Mapping[str, Tensor]
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -367,38 +358,31 @@ def _explained(given: Given, found: Gradients, wanted: Gradients) -> tuple[str, 
 
 def _mistakes(given: Given) -> Iterator[tuple[str, Gradients]]:
     """Mistakes that an engine may have made, in words, with the gradients that each would have left."""
+    now = given.batch, given.target
     if given.before:
         batch, target, weights = given.before[-1]
-        yield (
-            "the gradients are those at the weights of the step before: the engine's are stale",
-            _at(given, given.batch, given.target, weights),
-        )
-        yield (
-            "the gradients are those of the mini-batch of the step before",
-            _at(given, batch, target, None),
-        )
-        yield (
-            "the gradients are those of the step before, mini-batch and weights",
-            _at(given, batch, target, weights),
-        )
-        yield (
-            "the gradients are those at the first weights: the engine computes with a copy of its own",
-            _at(given, given.batch, given.target, given.before[0][2]),
-        )
+        those = "the gradients are those"
+        yield f"{those} at the weights of the step before: the engine's are stale", _at(given, *now, weights)
+        yield f"{those} of the mini-batch of the step before", _at(given, batch, target)
+        yield f"{those} of the step before, mini-batch and weights", _at(given, batch, target, weights)
+        first = _at(given, *now, given.before[0][2])
+        yield f"{those} at the first weights: the engine computes with a copy of its own", first
     if given.batch.dtype is torch.float32:
         with torch.autocast("cpu", torch.bfloat16):
-            rounded = _at(given, given.batch, given.target, None)
+            rounded = _at(given, *now)
         yield "the gradients are those of bfloat16: the engine runs under autocast", rounded
 
 
-def _at(given: Given, batch: Tensor, target: Tensor, weights: Mapping[str, Tensor] | None) -> Gradients:
+def _at(
+    given: Given, batch: Tensor, target: Tensor, weights: Mapping[str, Tensor] | None = None
+) -> Gradients:
     """The uncut model's gradients, at other weights if they are given."""
     parameters = named_parameters(given.whole)
     now = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with torch.no_grad():
+        for name, value in (weights or {}).items():
+            parameters[name].copy_(value)
     try:
-        with torch.no_grad():
-            for name, value in (weights or {}).items():
-                parameters[name].copy_(value)
         return reference(given.whole, batch, target, mean_square)
     finally:
         with torch.no_grad():

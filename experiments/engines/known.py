@@ -1,11 +1,7 @@
 """The engines that the experiments know: ours and those it is measured against.
 
-All get the same `Setup`, work on the very same modules and differ in nothing but the engine. What an engine
-can't do is a ValueError when it is built or, where it depends on the batch, when it steps. Where an engine
-recomputes in its own way, its docstring says so.
-
-A schedule of ours can be set beside torch's of the same name. What is private there is the same from torch
-2.11 to 2.13.
+All work on the very same modules. What an engine can't do is a ValueError when it is built or, where it
+depends on the batch, when it steps. What is private in torch's is the same from torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench.experiments.engines.setup import LossFn, Setup
@@ -35,14 +30,9 @@ class Ours:
 
     def __init__(self, setup: Setup) -> None:
         self.pipeline = Pipeline(
-            setup.layers,
-            partition=setup.partition,
-            num_microbatches=setup.num_microbatches,
-            schedule=self.schedule,
-            remat=setup.remat,
-            group=setup.group,
-            share_memory=self.share_memory,
-        )
+            setup.layers, partition=setup.partition, num_microbatches=setup.num_microbatches,
+            schedule=self.schedule, remat=setup.remat, group=setup.group, share_memory=self.share_memory,
+        )  # fmt: skip
 
     def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor:
         return self.pipeline.step(batch, target, loss_fn)
@@ -128,16 +118,6 @@ class Torchgpipe:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def evaluate(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor:
-        self.model.eval()
-        with torch.no_grad():
-            loss = loss_fn(self.model(batch), target)
-        self.model.train()
-        return loss
-
-    def clip(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-
 
 def why_no_torchgpipe() -> str:
     """The reason why torchgpipe can't run here, "" if it can."""
@@ -146,58 +126,51 @@ def why_no_torchgpipe() -> str:
     return ""
 
 
-CLASSES: dict[str, str] = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "breadth-first": "LoopedBFS",
-    "interleaved": "Interleaved1F1B",
-    "interleaved zero bubble": "InterleavedZeroBubble",
-    "zb-v": "ZBVZeroBubble",
-    "dualpipe-v": "DualPipeV",
-}
-"""torch's classes by the names that their schedules have here; one has none."""
-_IN_A_V = ("zb-v", "dualpipe-v")
-_ONE_STAGE = ("gpipe", "1f1b")
+class _TorchPipelining:
+    """torch.distributed.pipelining, with the schedule that a subclass names.
 
-
-class TorchRuntime:
-    """Training steps by torch, of its own class under a name of `CLASSES`.
-
-    `stages` are the layers of each stage of the whole pipeline; those of this process are taken. All micro-
-    batches are of one size. With `recompute` every stage runs under torch's checkpoint. `ValueError` for a
-    schedule that torch does not take, with its reason.
+    It recomputes whole stages with `torch.utils.checkpoint` (`use_reentrant=False`), inside the backward and
+    in every micro-batch: "except_last" is the same as "always". The mini-batch must divide into M equal parts
+    and the model return one tensor. With a `placement` it has two stages in each process.
     """
 
-    def __init__(
-        self,
-        name: str,
-        stages: Sequence[Sequence[nn.Module]],
-        num_microbatches: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        recompute: bool = False,
-    ) -> None:
+    schedule = ""
+    placement: tuple[int, ...] = ()
+
+    def __init__(self, setup: Setup) -> None:
         from torch.distributed import pipelining
         from torch.distributed.pipelining import schedules
 
+        what, group = f"Schedule{self.schedule}", setup.group
+        self.count, num_stages = setup.num_microbatches, setup.num_stages
+        if group is None:
+            raise ValueError(
+                f"{what} runs one process per stage and there is no process group; "
+                "in one process compare with torchgpipe, or start a process per stage"
+            )
+        if self.schedule == "1F1B" and self.count < num_stages:
+            raise ValueError(
+                f"{what} needs at least as many micro-batches as stages, not "
+                f"M={self.count} with K={num_stages}; raise M or use torch-gpipe"
+            )
+        if setup.placement != self.placement:
+            raise ValueError(
+                f"{what} has two stages in each process, which only check-engine gives an engine"
+            )
+        rank = group.rank()
+        self.has_first, self.has_last = 0 in setup.local_stages, num_stages - 1 in setup.local_stages
+        mine = []
+        for index in setup.local_stages:
+            layers = _Stage(setup.stage_layers(index), setup.remat != "never")
+            mine.append(pipelining.PipelineStage(layers, index, num_stages, setup.device, group=group))
+            _greet_others_only(mine[-1], rank)
+        make: Any = schedules.get_schedule_class(self.schedule)
         self._loss_fn: LossFn | None = None  # known at the first step only
-        rank, num_workers = dist.get_rank(group), dist.get_world_size(group)
-        self.placement = _placement(name, num_workers, len(stages))
-        self.has_first, self.has_last = self.placement[0] == rank, self.placement[-1] == rank
-        mine = [
-            pipelining.PipelineStage(_Stage(layers, recompute), index, len(stages), device, group=group)
-            for index, layers in enumerate(stages)
-            if self.placement[index] == rank
-        ]
-        for stage in mine:
-            _greet_others_only(stage, rank)
-        given: Any = mine[0] if name in _ONE_STAGE else mine
-        make: Any = schedules.get_schedule_class(CLASSES[name])
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that some are experimental
-                self.running = make(given, num_microbatches, loss_fn=self._loss)
+                given = mine if self.placement else mine[0]
+                self.running = make(given, self.count, loss_fn=self._loss)
         except (AssertionError, RuntimeError) as error:
             raise ValueError(f"torch does not take this schedule: {error}") from error
         # torch keeps and concatenates all outputs unless told not to.
@@ -209,11 +182,14 @@ class TorchRuntime:
         return self._loss_fn(output, target)
 
     def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
-        """One training step without the optimizer; the mean loss, where the last stage is."""
+        if (size := num_examples(batch)) % self.count:
+            raise ValueError(
+                f"Schedule{self.schedule} averages over micro-batches of equal size; {size} examples do not "
+                f"divide into M={self.count}; choose a batch size that is a multiple of M"
+            )
         return self._run(self.running.step, batch, target, loss_fn, **self._options)
 
     def evaluate(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
-        """The mean loss of a pass of forwards alone, where the last stage is."""
         return self._run(self.running.eval, batch, target, loss_fn)
 
     def _run(
@@ -226,73 +202,28 @@ class TorchRuntime:
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
 
 
-class _TorchPipelining(TorchRuntime):
-    """torch.distributed.pipelining, one process per stage.
-
-    It recomputes whole stages with `torch.utils.checkpoint` (`use_reentrant=False`), inside the backward and
-    in every micro-batch: "except_last" is the same as "always". The mini-batch must divide into M equal parts
-    and the model return one tensor.
-    """
-
-    schedule = ""
-
-    def __init__(self, setup: Setup) -> None:
-        what = self.what = f"Schedule{CLASSES[self.schedule]}"
-        self.count = setup.num_microbatches
-        if setup.group is None:
-            raise ValueError(
-                f"{what} runs one process per stage and there is no process group; "
-                "in one process compare with torchgpipe, or start a process per stage"
-            )
-        if self.schedule == "1f1b" and self.count < setup.num_stages:
-            raise ValueError(
-                f"{what} needs at least as many micro-batches as stages, not "
-                f"M={self.count} with K={setup.num_stages}; raise M or use torch-gpipe"
-            )
-        if self.schedule not in _ONE_STAGE and setup.placement != self.placement:
-            raise ValueError(
-                f"{what} has two stages in each process, which only check-engine gives an engine"
-            )
-        stages, again = [*map(setup.stage_layers, range(setup.num_stages))], setup.remat != "never"
-        super().__init__(self.schedule, stages, self.count, setup.group, setup.device, recompute=again)
-
-    def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
-        if (size := num_examples(batch)) % self.count:
-            raise ValueError(
-                f"{self.what} averages over micro-batches of equal size; {size} examples do not divide "
-                f"into M={self.count}; choose a batch size that is a multiple of M"
-            )
-        return super().step(batch, target, loss_fn)
-
-
 class TorchGPipe(_TorchPipelining):
     """torch.distributed.pipelining.ScheduleGPipe; see `_TorchPipelining` for how it recomputes."""
 
-    schedule = "gpipe"
+    schedule = "GPipe"
 
 
 class Torch1F1B(_TorchPipelining):
     """torch.distributed.pipelining.Schedule1F1B, which runs a backward as soon as it can; needs M >= K."""
 
-    schedule = "1f1b"
+    schedule = "1F1B"
 
 
 class TorchInterleaved(_TorchPipelining):
     """torch.distributed.pipelining.ScheduleInterleaved1F1B, two stages a process, for `check-engine`."""
 
-    schedule, placement = "interleaved", loop(2, 2)
-
-
-class TorchZeroBubble(_TorchPipelining):
-    """torch.distributed.pipelining.ScheduleInterleavedZeroBubble, likewise: it splits the backward."""
-
-    schedule, placement = "interleaved zero bubble", loop(2, 2)
+    schedule, placement = "Interleaved1F1B", loop(2, 2)
 
 
 class TorchZBV(_TorchPipelining):
-    """torch.distributed.pipelining.ScheduleZBVZeroBubble, likewise, in a V."""
+    """torch.distributed.pipelining.ScheduleZBVZeroBubble, likewise, in a V: it splits the backward."""
 
-    schedule, placement = "zb-v", vee(2)
+    schedule, placement = "ZBVZeroBubble", vee(2)
 
 
 class _Stage(nn.Module):
@@ -318,12 +249,3 @@ def _greet_others_only(stage: Any, rank: int) -> None:
     """
     greetings = stage._get_init_p2p_neighbors_ops
     stage._get_init_p2p_neighbors_ops = lambda: [each for each in greetings() if each.group_peer != rank]
-
-
-def _placement(name: str, num_workers: int, num_stages: int) -> tuple[int, ...]:
-    per_worker, over = divmod(num_stages, num_workers)
-    if over or (name in _ONE_STAGE and per_worker != 1) or (name in _IN_A_V and per_worker != 2):
-        raise ValueError(
-            f"torch's {CLASSES[name]} does not have {num_stages} stages on {num_workers} workers"
-        )
-    return vee(num_workers) if name in _IN_A_V else loop(num_workers, per_worker)

@@ -1,9 +1,8 @@
-"""Engines under test: what an experiment asks of one, those that are known, and how to name one's own.
+"""Engines under test: what an experiment asks of one, and how to name one's own.
 
-An experiment builds a `Setup`, the same for every engine, and hands it to a factory; what comes back takes
-training steps. That is all an engine has to do, so that a table made with ours can be made with any other:
-`--engine module:attribute` names a factory of the user's (docs/own-engine.md). Importing this module does not
-load torch: the command line checks names with it.
+An experiment hands the same `Setup` to every factory, and what comes back takes training steps: so a table
+made with ours can be made with any other, `--engine module:attribute` (docs/own-engine.md). This loads no
+torch: the command line checks names with it.
 """
 
 from __future__ import annotations
@@ -32,14 +31,18 @@ LossFn = Callable[[Any, Any], "Tensor"]
 class Setup:
     """Everything that an engine is built from; equal for all engines that are compared with each other.
 
-    `layers` are the whole model's, each mapping a tensor or a tuple of tensors to the same; those of this
-    process's stages live on `device` already, and their parameters' dtype is the precision. `partition` holds
-    the layer indices of each stage. `num_microbatches` is M; `remat` says which micro-batches are recomputed
-    before their backward: "never", "except_last" or "always". Without a `group`, this process runs
-    all stages. With one, it runs the stage of its rank, or, where `placement` names the rank of each stage,
-    the stages placed on its rank.
+    Args:
+        layers: the whole model's, each mapping a tensor or a tuple of tensors to the same; those of this
+            process's stages live on `device` already, and their parameters' dtype is the precision
+        partition: the layer indices of each stage
+        num_microbatches: M
+        remat: which micro-batches are recomputed before their backward: "never", "except_last" or "always"
+        device: of this process
+        group: of one process per stage, its rank; without one this process runs all stages
+        placement: the rank of each stage, where a rank has several
 
-    Raises ValueError if the fields do not fit together.
+    Raises:
+        ValueError: the fields do not fit together.
     """
 
     layers: Sequence[nn.Module]
@@ -76,8 +79,10 @@ class Setup:
     @property
     def local_stages(self) -> tuple[int, ...]:
         """The stages of this process."""
-        stages, homes = range(self.num_stages), self.placement or range(self.num_stages)
-        return tuple(s for s in stages if self.group is None or homes[s] == self.group.rank())
+        stages = range(self.num_stages)
+        if self.group is None:
+            return tuple(stages)
+        return tuple(s for s in stages if (self.placement or stages)[s] == self.group.rank())
 
     def stage_layers(self, stage: int) -> tuple[nn.Module, ...]:
         """The layers of one stage, in order."""
@@ -92,11 +97,10 @@ class Setup:
 class Engine(Protocol):
     """A running engine.
 
-    It may have an attribute `timeline`, the `gpipe_bench.pipeline.Timeline` of this
-    process's latest step; where it has none, or None, there are only seconds. And it may have two methods
-    that `check-engine` asks, called in every process: `evaluate(batch, target, loss_fn)` goes forward alone
-    and returns the mean loss, or None where it is not known; `clip(max_norm)` scales all gradients of all
-    processes so that their norm is at most that, and may return the norm before.
+    It may have an attribute `timeline`, the `gpipe_bench.pipeline.Timeline` of this process's latest step,
+    and two methods that `check-engine` asks, called in every process: `evaluate(batch, target, loss_fn)` goes
+    forward alone and returns the mean loss, or None where it is not known; `clip(max_norm)` scales all
+    gradients of all processes so that their norm is at most that, and may return the norm before.
 
     A factory with an attribute `placement` is checked over two processes with several stages in each: the
     process of each stage, such as (0, 1, 1, 0).
@@ -130,9 +134,9 @@ def resolve(name: str) -> EngineFactory:
     """
     module, attribute = _parts(name)
     try:
-        loaded = importlib.import_module(module)
+        factory = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise ValueError(
                 f"engine {name!r}: no module {error.name!r} in {Path.cwd()} or among the installed ones; "
                 "start from the folder that holds it, or add that to PYTHONPATH"
@@ -145,7 +149,6 @@ def resolve(name: str) -> EngineFactory:
             f"engine {name!r}: importing {module} failed with {type(error).__name__}: {error}; "
             f"`python -c 'import {module}'` shows where"
         ) from error
-    factory = loaded
     for part in attribute.split("."):
         if not hasattr(factory, part):
             known = [each for each in vars(factory) if not each.startswith("_")]
@@ -186,8 +189,8 @@ def placement_of(name: str) -> tuple[int, ...]:
 
 
 def pinned(name: str) -> str:
-    """`mine:Engine@3f2a91bc`: the user's engine with a digest of its file, so that results of an edited
-    engine are not taken for the new one's. A known name stays as it is. ValueError as of `resolve`.
+    """`mine:Engine@3f2a91bc`: the user's engine with a digest of its file, so that an edited one is another.
+    A known name stays as it is. ValueError as of `resolve`.
     """
     resolve(name)
     if name in ENGINES:
@@ -201,7 +204,7 @@ def pinned(name: str) -> str:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Module and attribute. Makes the working directory importable, where a user's module usually lies."""
+    """Module and attribute. Makes the working directory importable."""
     target = ENGINES.get(name, name)
     module, colon, attribute = target.partition("@")[0].partition(":")
     if not colon:
@@ -209,8 +212,7 @@ def _parts(name: str) -> tuple[str, str]:
             f"unknown engine {name!r}{suggestion(name, ENGINES)}; known: {', '.join(ENGINES)}, "
             "or your own as module:attribute"
         )
-    words = (*module.split("."), *attribute.split("."))
-    if not all(word.isidentifier() for word in words):
+    if not all(word.isidentifier() for word in f"{module}.{attribute}".split(".")):
         raise ValueError(
             f"engine {name!r} is not module:attribute; write mine:MyEngine for MyEngine in mine.py"
         )

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.experiments.engines.cases import CASES, GROUPS, PLACES, Row, examine, in_place
+from gpipe_bench.experiments.engines.cases import CASES, GROUPS
 from gpipe_bench.experiments.engines.checks import OK, SKIPPED
+from gpipe_bench.experiments.engines.trials import PLACES, Row, examine, in_place
 
 
 @pytest.fixture(scope="session")

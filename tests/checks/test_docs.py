@@ -176,7 +176,7 @@ BETWEEN_PROCESSES = {
     "pipeline/ranks/wire.py": "what ranks tell each other outside of steps, over the same",
     "pipeline/stage/trees.py": "how a message is built, within what ends.py sends",
     "pipeline/ranks/launch.py": "results of the processes that it has started, over their own pipe",
-    "experiments/engines/isolated.py": "what processes that it has started tell, in a folder of its own",
+    "experiments/engines/trials.py": "what processes that it has started tell, in a folder of its own",
     "pipeline/checkpoint.py": "an unpickler that finds no code, in front of the one of torch",
 }
 

@@ -107,7 +107,7 @@ def ended(tmp_path: Path) -> Iterator[Callable[..., tuple[str, str]]]:
 ENGINES = ("engines", "workload=transformer", "where=processes")
 TABLE1 = ("table1", "part=paper", "half=transformer")
 EXPERIMENTS = "gpipe_bench.experiments"
-EXAMINE = f"{EXPERIMENTS}.engines.cases:examine"
+EXAMINE = f"{EXPERIMENTS}.engines.trials:examine"
 
 
 def run(name: str, *only: str) -> list[str]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from records import metric, ran, record
 
-from gpipe_bench.experiments.beyond import grid, plan, published, published_steps, schedules
+from gpipe_bench.experiments.beyond import grid, plan, schedules
 from gpipe_bench.experiments.beyond.plan import EXPERIMENT as PLAN
 from gpipe_bench.experiments.beyond.plan_steps import to_run
 from gpipe_bench.experiments.beyond.schedules import EXPERIMENT
@@ -21,7 +21,7 @@ from gpipe_bench.harness.record import Record
 PRINTED = {cell.key: cell for cell in load_paper() if cell.source == "others"}
 RATES = [
     row
-    for row in published.load_rows()
+    for row in schedules.load_rows()
     if row.table == "zero-bubble" and row.num_workers <= 16 and not row.row.endswith("ZB-2p")
 ]
 
@@ -30,11 +30,11 @@ RATES = [
 def test_rates_of_table_5_agree_to_the_last_printed_digit(row) -> None:
     """Whatever is printed of it, but ZB-2p, which a search found that is not ours."""
     (setting,) = row.settings
-    assert f"{published.value_of(row, *setting):.4f}" == PRINTED[row.table, row.row, row.column].printed
+    assert f"{schedules.value_of(row, *setting):.4f}" == PRINTED[row.table, row.row, row.column].printed
 
 
 def test_every_published_number_has_a_row_and_an_entry_with_its_unit_and_a_verdict() -> None:
-    rows = {(row.table, row.row, row.column) for row in published.load_rows()}
+    rows = {(row.table, row.row, row.column) for row in schedules.load_rows()}
     assert rows == {key for key in PRINTED if key[0] in EXPERIMENT.paper_tables}
     records = [
         ran(EXPERIMENT, {"part": "published", "table": table})
@@ -71,7 +71,7 @@ def test_graphs_alive_are_counted_from_recomputation_to_the_weights() -> None:
 
 
 def test_every_published_step_says_what_it_was() -> None:
-    found = published_steps.steps()
+    found = plan.steps()
     assert len({step.name for step in found}) == len(found) >= 8
     for step in found:
         assert step.source
@@ -90,7 +90,7 @@ def test_every_published_step_says_what_it_was() -> None:
     ],
 )
 def test_a_published_step_is_predicted(name: str, measured_s: float, step_s: float) -> None:
-    (step,) = (each for each in published_steps.steps() if each.name == name)
+    (step,) = (each for each in plan.steps() if each.name == name)
     middle_s, low_s, high_s = step.predicted()
     assert step.measured_s == pytest.approx(measured_s, rel=1e-3)
     assert middle_s == pytest.approx(step_s, rel=0.02)
@@ -98,11 +98,11 @@ def test_a_published_step_is_predicted(name: str, measured_s: float, step_s: flo
 
 
 def test_published_steps_are_recorded_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = published_steps.steps()[:2]
-    monkeypatch.setattr(published_steps, "steps", lambda: few)
+    few = plan.steps()[:2]
+    monkeypatch.setattr(plan, "steps", lambda: few)
     ranges = iter([(few[0].measured_s, 2.0, 3.0), (9.0, 8.0, 12.0)])
-    monkeypatch.setattr(published_steps.Step, "predicted", lambda step: next(ranges))
-    found = ran(PLAN, {"part": published_steps.PART})
+    monkeypatch.setattr(plan.Step, "predicted", lambda step: next(ranges))
+    found = ran(PLAN, {"part": plan.PUBLISHED_STEPS})
     assert [each.value for each in found.metrics] == [few[0].measured_s, 9.0]
     text = plan.tables([found])
     assert "1 of 2 inside, the widest range a factor of 1.50; asked: 75% of them, and at most 1.6: NO" in text
@@ -113,16 +113,16 @@ def test_a_sweep_is_judged_by_its_order(monkeypatch: pytest.MonkeyPatch) -> None
     """Of the third way there is twice the mini-batch, so that it is the fastest that was measured; the second
     one is predicted to be.
     """
-    step = replace(published_steps.steps()[0], name="a sweep", speed=0.0, memory_gib=0.0)
+    step = replace(plan.steps()[0], name="a sweep", speed=0.0, memory_gib=0.0)
     ways = tuple(
         replace(step, num_microbatches=number, batch_size=size, step_s=measured_s)
         for number, size, measured_s in ((1, 8, 4.0), (2, 8, 3.0), (4, 16, 5.0))
     )
-    monkeypatch.setattr(published_steps, "sweeps", lambda: {"a sweep": ways})
-    assert PLAN.cases(RunOptions(profile="short"))[-1].key == {"part": published_steps.SWEEPS}
+    monkeypatch.setattr(plan, "sweeps", lambda: {"a sweep": ways})
+    assert PLAN.cases(RunOptions(profile="short"))[-1].key == {"part": plan.SWEEPS}
     ranges = iter([(4.0, 3.5, 4.5), (2.0, 1.5, 2.5), (6.0, 4.0, 7.0)])
-    monkeypatch.setattr(published_steps.Step, "predicted", lambda step: next(ranges))
-    found = ran(PLAN, {"part": published_steps.SWEEPS})
+    monkeypatch.setattr(plan.Step, "predicted", lambda step: next(ranges))
+    found = ran(PLAN, {"part": plan.SWEEPS})
     assert len({str(each.key["name"]) for each in found.metrics}) == 3
     line = next(line for line in plan.tables([found]).splitlines() if line.startswith("a sweep"))
     assert line.split()[2:] == ["3", "2", "0.50", "20.0", "%"]

@@ -22,24 +22,11 @@ from torch import Tensor, nn
 
 from gpipe_bench.experiments.beyond import engine_turns
 from gpipe_bench.experiments.beyond.trainings import ALWAYS, WORKLOADS
-from gpipe_bench.experiments.engines import cases as cases_module
-from gpipe_bench.experiments.engines.cases import (
-    BASE,
-    CASES,
-    GROUPS,
-    Row,
-    are_right,
-    examine,
-    faults,
-    in_place,
-    settled,
-)
-from gpipe_bench.experiments.engines.checks import (
-    gradient_error,
-    named_parameters,
-    verify,
-)
+from gpipe_bench.experiments.engines import trials
+from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS
+from gpipe_bench.experiments.engines.checks import gradient_error, named_parameters, verify
 from gpipe_bench.experiments.engines.setup import Setup, pinned, resolve
+from gpipe_bench.experiments.engines.trials import Row, are_right, examine, faults, in_place, settled
 from gpipe_bench.experiments.registry import ENGINES
 
 ROOT = Path(__file__).parents[2]
@@ -270,8 +257,8 @@ def check(name: str, *options: str) -> tuple[int, str, dict[str, str]]:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
-    kept = {place: cases_module.PLACES[place] for place in places}
-    monkeypatch.setattr(cases_module, "PLACES", kept)
+    kept = {place: trials.PLACES[place] for place in places}
+    monkeypatch.setattr(trials, "PLACES", kept)
 
 
 def in_this_process(name: str) -> dict[str, Row]:
@@ -297,7 +284,7 @@ def test_a_good_engine_passes_in_one_process_and_over_two(scene: Path) -> None:
     assert len(lines(out)) == 2 * len(CASES)
     methods = ("clipping over stages", "evaluation first")
     assert set(cannot) == {
-        *((place, case) for place in cases_module.PLACES for case in (*methods, "ragged mini-batch")),
+        *((place, case) for place in trials.PLACES for case in (*methods, "ragged mini-batch")),
         ("two processes", "shared weights"),
     }
     assert cannot["two processes", methods[0]] == "it has no method clip(max_norm)"
@@ -390,7 +377,7 @@ def test_four_bad_engines_and_a_good_one_are_four_reasons_and_a_result(
 ) -> None:
     tiny = {"num_layers": 6, "vocab_size": 8, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8}
     monkeypatch.setitem(WORKLOADS, "transformer", WORKLOADS["transformer"]._replace(options=tiny))
-    monkeypatch.setattr(engine_turns, "TRIAL_S", 8.0)
+    monkeypatch.setattr(engine_turns, "TRIAL_S", 20.0)
     names = [f"scene_engines:{name}" for name in ("Raises", "Hangs", "Wrong", "Empty", "Good", "Picky")]
     status, _, err = call(
         "run", "engines", "--profile", "smoke", "--engine", ",".join(names), "--results", scene / "results",
@@ -402,7 +389,7 @@ def test_four_bad_engines_and_a_good_one_are_four_reasons_and_a_result(
     faulty = found["details"]["faulty"]
     assert list(faulty) == names[:4]
     assert faulty[names[0]].startswith("RuntimeError: boom of the engine, in line 14 of scene_engines.py")
-    assert faulty[names[1]].startswith("no answer within 8 s: process 0 was in line 20 of scene_engines.py")
+    assert faulty[names[1]].startswith("no answer within 20 s: process 0 was in line 20 of scene_engines.py")
     assert "gradients of scene_engines:Wrong are wrong" in faulty[names[2]]
     assert "Empty, which has no method step(batch, target, loss_fn)" in faulty[names[3]]
     numbers = {(each["name"], *each["key"].values()): each for each in found["metrics"]}

@@ -25,11 +25,9 @@ from gpipe_bench.experiments.beyond.trainings import (
     Configuration,
     configuration_of,
     job_of,
-    own_engines,
 )
 from gpipe_bench.experiments.engines.checks import verify
 from gpipe_bench.experiments.engines.setup import Setup, resolve
-from gpipe_bench.experiments.paper.steps import run_processes
 from gpipe_bench.experiments.report import build
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.experiment import Outcome, RunOptions
@@ -182,7 +180,10 @@ def results_of(folder: Path, *engines: str) -> Path:
     """A results folder with a run for each choice of engines."""
     store = Store(folder)
     for engine in engines:
-        times = {**TIMES, **{name.partition("@")[0]: [0.25] * 12 for name in own_engines(engine)}}
+        times = {
+            **TIMES,
+            **{name.partition("@")[0]: [0.25] * 12 for name in engine.split(",") if ":" in name},
+        }
         found = case_of(CASE, times, extra=engine)
         store.append(kept(found, options={"engine": engine}, revision=EXPERIMENT.revision))
     return folder
@@ -212,6 +213,6 @@ def test_compare_and_report_show_the_runs_in_which_an_engine_took_part(tmp_path:
 def test_peaks_are_counted_beside_a_process_that_only_waits() -> None:
     """The sequential model runs in the first process alone; whoever waits there must wait in all."""
     chosen = Configuration("transformer", 2, 1, "never", ("ours", ALONE, ALL_CORES), (1, 1, 1), 1.0)
-    first, second = run_processes(engine_turns.work, 2, job_of(chosen, None), 1)
+    first, second = engine_turns.isolated(job_of(chosen, None), 1, 60.0)
     assert list(first.details["peak_bytes"]) == ["ours", ALONE, ALL_CORES]
     assert list(second.details["peak_bytes"]) == ["ours", ALL_CORES]

@@ -124,6 +124,16 @@ def test_bytes_alone_and_a_plan_agree(capsys: pytest.CaptureFixture[str]) -> Non
     assert float(peaks[1]) <= float(peaks[0])  # a plan recomputes everything by default
 
 
+def test_bytes_alone_are_half_where_everything_is_in_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
+    """They were those of float32."""
+    asked = "plan gpt2 --bytes --num-layers 1 --accelerators 1 --batch-size 2 --memory-gib 9 --json"
+    found = {}
+    for precision in ("float32", "bf16-pure"):
+        assert main(f"{asked} --precision {precision}".split()) == 0
+        found[precision] = json.loads(capsys.readouterr().out)["workers"][0]["parameters"]
+    assert found["float32"] == 2 * found["bf16-pure"]
+
+
 def test_microbatches_that_a_model_cannot_take_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     asked = "plan planning_models:normed --accelerators 2 --memory-gib 2 --batch-size 8 --device-type a10"
     for more in ("--pp 2", "--bytes"):

@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpipe_bench.experiments.beyond.plan import choices
-from gpipe_bench.experiments.beyond.published_steps import sweeps
+from gpipe_bench.experiments.beyond.plan import choices, sweeps
 from gpipe_bench.models import MODELS, SHAPES
 from gpipe_bench.models.parallel import tensor_parallel
 from gpipe_bench.pipeline.memory.profile import attention_of, fake_copy

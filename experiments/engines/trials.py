@@ -1,0 +1,343 @@
+"""Runs somebody else's code in processes of its own, and says in one line what became of it; so are the cases
+of `cases.py` asked.
+
+An engine under test may raise, wait for ever, or take its process with it; none of that shall cost the
+results of others. Its processes are those of `pipeline.launch`, each with a clock of its own: one that tells
+nothing for too long writes where it is, and ends. They are ended with all that they have started. So a case
+in which an engine hangs or ends its processes, or raises in one of two, costs that case alone: the next ones
+run in new processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import faulthandler
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import distributed as dist
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
+
+from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Case, first_steps, subject
+from gpipe_bench.experiments.engines.checks import BROKEN, CANNOT, FAILED, OK, UNTRIED, Given, Said, drawn
+from gpipe_bench.experiments.engines.setup import Engine, NoStepError, Setup, build, placement_of, resolve
+from gpipe_bench.pipeline.ranks.launch import launch
+
+T = TypeVar("T")
+
+_DUMP_S = 0.5  # until a process that hangs has written where, and so have those that wait for it
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+"""Parts of error messages that report the end of another process."""
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
+
+Tell = Callable[[Any], None]
+"""Keeps something picklable, also for the case that the process ends, and starts its patience anew."""
+
+
+class Fault(NamedTuple):
+    """Why an isolated run has no result. `refused`: by a ValueError, which is what an engine can't do."""
+
+    reason: str  # one line
+    traceback: str = ""
+    refused: bool = False
+
+
+class IsolatedError(RuntimeError):
+    """An isolated run that has no result. `told` is what each process has told before."""
+
+    def __init__(self, fault: Fault, told: list[list[Any]]) -> None:
+        super().__init__(fault.reason)
+        self.fault, self.told = fault, told
+
+
+def run_isolated(
+    function: Callable[..., Any], num_processes: int, *arguments: Any, timeout_s: float, device: str = "cpu"
+) -> list[Any]:
+    """`function(tell, *arguments)` in each of `num_processes` processes; their results, by rank.
+
+    Args:
+        function: importable by name; its results and what it tells must be picklable
+        num_processes: that form the default process group
+        timeout_s: between two things that they tell, and until they end
+        device: "cpu", or "cuda", of which each gets one
+
+    Raises:
+        IsolatedError: the error of the process that is to blame, its signal or status, or where all were
+            when time was over; one line.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as name:
+        folder, results, ended = Path(name), [], None
+        try:
+            given = (folder, timeout_s, function, arguments)
+            results = launch(_child, num_processes, *given, device=device)
+        except ProcessException as error:
+            ended = error
+        finally:
+            for leader in folder.glob("leader*"):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(int(leader.read_text()), signal.SIGKILL)
+        if fault := _fault(folder, num_processes, timeout_s, ended):
+            raise IsolatedError(fault, [_told(folder / f"told{rank}") for rank in range(num_processes)])
+        return results
+
+
+def _fault(folder: Path, count: int, timeout_s: float, ended: ProcessException | None) -> Fault | None:
+    """The fault of the process that is to blame: the first to notice need not be it."""
+    faults: list[Fault] = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("fault*"))]
+    own = [fault for fault in faults if not any(word in fault.reason for word in _LOST)]
+    if own or not isinstance(ended, ProcessExitedException):
+        return next(iter(own or faults), None)
+    who = [f"process {rank}" if count > 1 else "its process" for rank in range(count)]
+    if ended.signal_name != "SIGALRM":
+        name, status = ended.signal_name, ended.exit_code
+        how = f"was ended by {name}" if name else f"ended with status {status}"
+        return Fault(f"{who[ended.error_index]} {how}")
+    texts = [path.read_text(errors="replace") for path in sorted(folder.glob("where*"))]
+    places = [(each, place_of(text, latest_first=True)) for each, text in zip(who, texts, strict=False)]
+    known = "; ".join(f"{each} was in {place}" for each, place in places if place)
+    return Fault(f"no answer within {timeout_s:g} s" + (f": {known}" if known else ""))
+
+
+def _told(path: Path) -> list[Any]:
+    found = []
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError), path.open("rb") as file:
+        while True:
+            found.append(pickle.load(file))
+    return found
+
+
+def place_of(text: str, *, latest_first: bool = False) -> str:
+    """`line 12 of mine.py (step)`: the innermost place of a traceback that is neither torch's, Python's nor
+    this project's; "" where there is none.
+    """
+    found = list(_FRAME.finditer(text))
+    ours = str(Path(__file__).resolve().parents[2])
+    own = tuple(f"{ours}/{name}" for name in ("experiments", "pipeline", "planner", "harness", "gpipe_bench"))
+    foreign = (*own, sys.prefix, sys.base_prefix, "<")
+    for frame in found if latest_first else reversed(found):
+        if not frame["file"].startswith(foreign):
+            return f"line {frame['line']} of {Path(frame['file']).name} ({frame['name']})"
+    return ""
+
+
+def fault_of(error: BaseException) -> Fault:
+    """An exception in one line: `RuntimeError: boom, in line 12 of mine.py (step)`."""
+    text = "".join(traceback.format_exception(error))
+    said = next((line for line in str(error).splitlines() if line.strip()), "")
+    place = place_of(text)
+    reason = f"{type(error).__name__}{f': {said}' if said else ''}{f', in {place}' if place else ''}"
+    return Fault(reason, text, isinstance(error, ValueError))
+
+
+def _child(
+    folder: Path, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> object:
+    """What the function returns; what it raises is written down instead."""
+    rank = dist.get_rank()
+    os.setpgid(0, 0)
+    (folder / f"leader{rank}").write_text(str(os.getpid()))
+    os.dup2(2, 1)  # standard output is for results
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    where = open(folder / f"where{rank}", "w")  # noqa: SIM115  # lives as long as the process
+    told = open(folder / f"told{rank}", "wb")  # noqa: SIM115  # likewise
+
+    def wait_anew() -> None:  # the dump and the signal reach a process that holds Python's lock, too
+        faulthandler.dump_traceback_later(timeout_s, file=where)
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + _DUMP_S)
+
+    def tell(news: Any) -> None:
+        pickle.dump(news, told)
+        told.flush()
+        wait_anew()
+
+    wait_anew()
+    found = None
+    try:
+        found = function(tell, *arguments)
+        dist.barrier()  # or the others would lose a connection that they still read from
+    except BaseException as error:  # also an engine that exits
+        (folder / f"fault{rank}").write_bytes(pickle.dumps(fault_of(error)))
+    sys.stderr.flush()
+    threading.Thread(target=_leave, daemon=True).start()
+    return found
+
+
+def _leave() -> None:
+    """Threads that an engine left behind shall not hold its process up."""
+    threading.main_thread().join()
+    os._exit(0)
+
+
+# The cases of an engine
+
+VARIATIONS = tuple((count, dtype) for dtype in (torch.float64, torch.float32) for count in (4, 6))
+"""Micro-batches and precision, in which every case is asked."""
+PLACES = {"one process": 1, "two processes": 2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of one case in one place."""
+
+    place: str
+    case: str
+    verdict: str
+    text: str
+    expected: str = ""
+    meaning: str = ""
+    source: str = ""
+
+
+def faults(rows: Sequence[Row]) -> list[Row]:
+    """Rows that are wrong, the engine's errors first. An engine that can do nothing at all is wrong, too."""
+    bad = [row for verdict in (BROKEN, FAILED) for row in rows if row.verdict == verdict]
+    if not bad and not any(row.verdict == OK for row in rows):
+        return [row for row in rows if row.verdict == CANNOT][:1]
+    return bad
+
+
+def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = ()) -> list[Row]:
+    """Rows of the cases of these names in a place, by default of all; the first cases always run. ValueError
+    where the name leads to no engine.
+    """
+    resolve(name)
+    chosen = [
+        group for group in GROUPS if group == BASE or not wanted or any(case.name in wanted for case in group)
+    ]
+    rows: list[Row] = []
+    while chosen:
+        fault = None
+        try:
+            told = run_isolated(trial, PLACES[place], name, place, chosen, timeout_s=timeout_s)
+        except IsolatedError as error:
+            told, fault = error.told, error.fault
+        ended = [row for by_rank in zip(*told, strict=False) for row in _joined(by_rank)]
+        rows += ended
+        if fault is None:
+            break
+        at = min(map(len, told))  # the group that not all processes have ended
+        rows.append(_row(place, chosen[min(at, len(chosen) - 1)][0], _raised(fault)))
+        if not are_right(rows):
+            break
+        chosen = chosen[at + 1 :]
+    return settled(rows)
+
+
+def are_right(rows: Sequence[Row]) -> bool:
+    """Whether the first cases are, of which these are the rows or the first ones."""
+    return all(row.verdict == OK for row in rows[: len(BASE)])
+
+
+def settled(rows: list[Row]) -> list[Row]:
+    """The rows, and those of the cases that were not asked as the first ones are wrong."""
+    if are_right(rows) or rows[0].verdict == CANNOT:
+        return rows
+    untried = UNTRIED, "the first steps are wrong"
+    return rows + [_row(rows[0].place, case, untried) for case in CASES[len(BASE) :]]
+
+
+def _row(place: str, case: Case, said: Said) -> Row:
+    return Row(place, case.name, *said, case.expected, case.meaning, case.source)
+
+
+def _raised(fault: Fault) -> Said:
+    return CANNOT if fault.refused else BROKEN, fault.reason.removeprefix("ValueError: ")
+
+
+def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
+    """For each case, the worst row of any process; its text names the process if not all say the same."""
+    joined = []
+    for rows in zip(*by_rank, strict=False):  # one without `step` says no more
+        bad = [rank for rank, row in enumerate(rows) if row.verdict != OK]
+        if bad and len({row.text for row in rows}) > 1:
+            said = rows[bad[0]]
+            joined.append(replace(said, text=f"process {bad[0]}: {said.text}"))
+        else:
+            joined.append(rows[-1])  # the last stage knows the loss
+    return joined
+
+
+def trial(tell: Tell, name: str, place: str, chosen: Sequence[tuple[Case, ...]]) -> list[list[Row]]:
+    """Runs in each process: tells the rows of each of these groups of cases, and returns all of them."""
+    told: list[list[Row]] = []
+    for group in chosen:
+        told.append(examine(name, group, place))
+        tell(told[-1])
+        if group == BASE and not all(_of_all(are_right(told[-1]))):  # one alone would wait for the others
+            break
+    return told
+
+
+def _of_all(found: T) -> list[T]:
+    every = [found] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(every) > 1:
+        dist.all_gather_object(every, found)
+    return every
+
+
+def built(name: str, setup: Setup) -> Engine | str:
+    """The engine, or the first reason that any process has why it can't do this: then all leave it."""
+    engine, reason = None, ""
+    try:
+        engine = build(name, setup)
+    except ValueError as error:
+        reason = fault_of(error).reason.removeprefix("ValueError: ")
+    refusal = next(filter(None, _of_all(reason)), "")
+    return refusal if engine is None or refusal else engine
+
+
+def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = False) -> list[Row]:
+    """All findings of a group of cases in this process, the worst of all variations. Over processes what an
+    engine raises is raised, as the others may wait for this one; with `raises`, also in one.
+    """
+    worst: dict[str, Row] = {}
+    for count, dtype in VARIATIONS:
+        if group[0].num_microbatches is not None and count != VARIATIONS[0][0]:
+            continue
+        rows = _examine(name, group, place, count, dtype, raises)
+        if len(rows) == 1 and rows[0].verdict != OK and len(group) > 1:
+            return rows
+        for row in rows:
+            if row.verdict != OK and (count, dtype) != VARIATIONS[0]:
+                text = f"with M = {count} in {str(dtype).removeprefix('torch.')}: {row.text}"
+                row = replace(row, text=text)
+            both = (worst.get(row.case, row), row)
+            worst[row.case] = min(both, key=lambda each: _SEVERITY.index(each.verdict))
+    return [*worst.values()]
+
+
+_SEVERITY = (BROKEN, FAILED, UNTRIED, OK, CANNOT)
+"""What is refused in one variation is no mistake, and asked in the others."""
+
+
+def _examine(
+    name: str, group: tuple[Case, ...], place: str, count: int, dtype: torch.dtype, raises: bool
+) -> list[Row]:
+    case, alone = group[0], PLACES[place] == 1
+    setup, size = subject(case, () if alone else placement_of(name) or (0, 1), count, dtype)
+    plain = copy.deepcopy(setup.layers)
+    try:
+        engine = built(name, setup)
+        if isinstance(engine, str):
+            return [_row(place, case, (CANNOT, engine))]
+        given = Given(engine, setup, plain, *drawn(size, 0, dtype), compares=case.middle != "noise")
+        found = first_steps(given) if group == BASE else [case.ask(given)]
+    except NoStepError as error:
+        return [_row(place, case, (FAILED, str(error)))]
+    except Exception as error:
+        if raises or not alone:
+            raise
+        return [_row(place, case, _raised(fault_of(error)))]
+    return [_row(place, *each) for each in zip(group, found, strict=True)]

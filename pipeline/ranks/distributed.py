@@ -122,7 +122,7 @@ class PointToPoint:
         backward = (Kind.B, Kind.I)
         self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in backward}
         self._progress = Progress() if self._session.is_accelerated else None
-        rings = rings_of(schedule, accelerated=self._session.is_accelerated)
+        rings = rings_of(schedule, self._session.is_accelerated)
         self._senders: dict[Direction, Sender] = {}
         self._receivers, self._queues = {}, list[ReceiveQueue]()
         count = schedule.num_microbatches

@@ -352,12 +352,10 @@ def _take(instruction: Instruction, position: int, transport: EdgeTransport, clo
     times[place] = read[place]()
     if kind is F:
         passed = stage.forward(m, passed, graph)
-    elif kind is B:
-        passed = stage.backward(m, passed)
+    elif kind is B or kind is I:
+        passed = stage.backward(m, passed, kind)
     elif kind is R:
         stage.recompute(m)
-    elif kind is I:
-        passed = stage.backward_inputs(m, passed)
     else:
         stage.backward_weights(m)
     times[place + 1] = read[place + 1]()

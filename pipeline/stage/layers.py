@@ -71,7 +71,7 @@ class LayerRunner:
         self._loss_key: int | None = None  # None: draws nothing
         self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
-        self._autocast = self.surrounds = False  # `surrounds`: a backward needs `in_backward`
+        self._autocast = False
 
     def begin(
         self,
@@ -93,7 +93,6 @@ class LayerRunner:
         draws = targets != () and loss_fn is not None and may_draw(loss_fn)
         self._loss_key = layer_key(self.seed, step, place) if draws else None
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
-        self.surrounds = self._normalizes or self._autocast
 
     def release(self) -> None:
         """Lets go of what belongs to the user: the targets and the loss."""

@@ -1,15 +1,14 @@
 """One stage: what it does with a micro-batch, and exactly what it keeps in between.
 
-`torch.utils.checkpoint` ties the recomputation to the arrival of the gradient, because it runs inside the
-backward. Here the graph is a value that the stage holds: `recompute` builds it whenever the schedule says so,
-`backward` consumes it. Between actions a stage holds, per micro-batch, either its boundary inputs
-(re-materialization) or its graph (`tensors.MicrobatchState`); how the layers are called is the same in all
-actions (`layers`).
+`torch.utils.checkpoint` recomputes inside the backward, when the gradient has arrived. Here the graph is a
+value that the stage holds: `recompute` builds it whenever the schedule says so, `backward` consumes it.
+Between actions a stage holds, per micro-batch, either its boundary inputs (re-materialization) or its graph
+(`tensors.MicrobatchState`).
 
 Which outputs need a gradient and which inputs are overwritten shows only when the layers run, so it is found
 in the first step of a kind and forgotten when another parameter is trained or a layer changes its mode. A
-micro-batch's share of the examples and the scale of gradients enter where its backward begins and nowhere
-else, so that no pass over the gradients follows, micro-batches may be uneven and steps add up.
+micro-batch's share of the examples and the scale of gradients enter where its backward begins, so that no
+pass over the gradients follows, micro-batches may be uneven and steps add up.
 """
 
 from __future__ import annotations
@@ -75,12 +74,10 @@ class Reduction:
 class Stage:
     """Consecutive layers of the model on one device, and the actions of a schedule on them.
 
-    `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are. `gather` is passed to `buffers.Statistics`. `compilation` is
-    for layers that shall be compiled; `portals` are those of each layer, `tied` are
-    weights that other stages use, too. `first_microbatch` is the number of micro-batch 0 among those of all
-    replicas, which keys the random streams, too. `reduction` makes the `Reduction` of this stage. `elsewhere`
-    is called with each parameter that is of no layer here, and raises if another process trains it.
+    `first_layer`, `seed`, `compilation`, `portals` and `first_microbatch` are as for `layers.LayerRunner`,
+    `gather` as for `buffers.Statistics`. `tied` are weights that other stages use, too. `reduction` makes the
+    `Reduction` of this stage. `elsewhere` is called with each parameter that is of no layer here, and raises
+    if another process trains it.
     """
 
     def __init__(
@@ -177,14 +174,13 @@ class Stage:
             self.first = FirstStep(self.index, self.layers, self._places.start)
         arriving = deliver(targets, self.device, self._transfers, "the target") if targets else ()
         self._runner.begin(step, arriving, loss_fn)
-        self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
+        self.look_for_first_gradients()
 
     def look(self, loss_fn: LossFn | None) -> None:
         """Finds the parameters of the layers, and of a loss that is a module. If other parameters are trained
         than before, or a layer has changed its mode, what was found out about the layers is forgotten.
 
-        A step calls it when it begins; a reduction over processes calls it earlier, because it has to know
-        the parameters before it begins itself. `ValueError` for a model that was moved.
+        `ValueError` for a model that was moved.
         """
         if self.is_last and loss_fn is not None:  # there is none where nothing is trained
             self._loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
@@ -216,8 +212,8 @@ class Stage:
             self._buffers.forget()
 
     def look_for_first_gradients(self) -> None:
-        """Notes which of the layers' parameters have no gradient yet: the first one may have to be copied.
-        Sharding replaces the parameters during a step, and calls this again before the first backward.
+        """Notes which parameters have no gradient yet: the first one may have to be copied. Sharding, which
+        replaces the parameters during a step, calls this again before the first backward.
         """
         self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
 
@@ -230,7 +226,7 @@ class Stage:
         self._needs_grad, self._overwritten = found
 
     def refresh(self) -> None:
-        """Forgets which outputs need a gradient and which inputs are overwritten; the next step finds out."""
+        """Forgets what was found out about the layers; the next step finds out."""
         self._needs_grad.clear()
         self._overwritten.clear()
         self._seen.clear()
@@ -238,9 +234,7 @@ class Stage:
         self._is_new = self.reduction is not None or self._refuse_elsewhere is not None
 
     def finish(self, *, complete: bool = True) -> None:
-        """Ends a step: the moving averages of batch normalization move once. One that failed is not
-        `complete`, and everything that it holds is dropped.
-        """
+        """Ends a step; one that failed is not `complete`, and what it has found is dropped."""
         if self.statistics.meters:
             self.statistics.commit() if complete else self.statistics.forget()
         if not self._buffers.known_empty:
@@ -402,10 +396,11 @@ class Stage:
             self.first.after_recomputation(m, tensors)
 
     def backward(self, m: int, gradients: Gradients, kind: Kind = Kind.B) -> Gradients:
-        """B: gradients of the outputs in, parameter gradients accumulated, gradients of the inputs out.
+        """B: gradients of the outputs in, parameter gradients accumulated, gradients of the inputs out. Of I,
+        by `kind`, what the weights need stays for W; where a graph cannot be split, I is all of B.
 
         The last stage takes none in; it starts from its loss. Inputs, graph and gradients are dropped at
-        once. It is I, by `kind`, where that cannot be split.
+        once.
         """
         if self._is_new:
             self._look_through(m)
@@ -416,41 +411,17 @@ class Stage:
         exits = state.exits or [None] * len(state.needs_grad)
         inputs = state.inputs  # alive until the backward is over, as the memory model has it
         del state, gradients
-        if roots:
-            if self._runner.surrounds:
-                self._runner.in_backward(run_engine, roots, seeds)
-            else:
-                run_engine(roots, seeds)
+        split = Split(roots, ENTRY) if kind is Kind.I else None
+        if split is not None and not split.whole:
+            if roots:
+                self._weights[m] = self._runner.in_backward(split.inputs, roots, seeds, exits)
+        elif roots:
+            self._runner.in_backward(run_engine, roots, seeds)
             if self._without_grad:
                 self._without_grad = separate(self._without_grad, (*seeds, *exits))
-        del inputs, roots, seeds
-        if self.reduction is not None:
-            self.reduction.after(kind, m, last=self._last == (kind, m))
-        return tuple(exits)
-
-    def backward_inputs(self, m: int, gradients: Gradients) -> Gradients:
-        """I: gradients of the outputs in, gradients of the inputs out; what the weights need stays for W.
-
-        Inputs and graph are dropped at once. Where a graph cannot be split, this is all of B.
-        """
-        state = self._microbatches[m]
-        roots, seeds = self._roots(state, m, gradients)
-        split = Split(roots, ENTRY)
-        if split.whole:
-            del state, split, roots, seeds
-            return self.backward(m, gradients, Kind.I)
-        if self._is_new:
-            self._look_through(m)
-        if self.reduction is not None:
-            self.reduction.before(Kind.I, m, last=False)
-        exits = state.exits or [None] * len(state.needs_grad)
-        inputs = state.inputs
-        del self._microbatches[m], state, gradients
-        if roots:
-            self._weights[m] = self._runner.in_backward(split.inputs, roots, seeds, exits)
         del inputs, split, roots, seeds
         if self.reduction is not None:
-            self.reduction.after(Kind.I, m, last=False)
+            self.reduction.after(kind, m, last=self._last == (kind, m))
         return tuple(exits)
 
     def backward_weights(self, m: int) -> None:

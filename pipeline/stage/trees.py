@@ -2,23 +2,20 @@
 portals.
 
 `torch.chunk` gives fewer micro-batches than asked for when the batch does not divide (6 examples in 4 chunks
-make 3), which silently changes the schedule; here the number asked for is the number delivered and sizes
-differ by at most one. What holds the same tensor twice is flattened to one tensor and a structure, so that
-the tensor travels once and is one leaf of the receiver's graph: gradients that meet there are then summed as
-the uncut model sums them.
+make 3); here the number asked for is the number delivered and sizes differ by at most one. What holds the
+same tensor twice is flattened to one tensor and a structure, so that the tensor travels once and is one leaf
+of the receiver's graph: gradients that meet there are then summed as the uncut model sums them.
 
-A bare tensor and a tuple of tensors, which most layers pass, have the shortest way. But models also pass
-dicts, named tuples and the outputs of `transformers`, with None and numbers in them. Only
-tensors can travel, be kept for a recomputation or need a gradient, so everything else is structure: a value
-that is compared, and goes to another process only where it is not what it was. Equality is exact, since a
-receiver puts the tensors it gets into the structure it knows: 1, 1.0 and True are different constants, and so
-are two dicts with other keys or the same keys in another order. What may be taken apart, and how, torch knows
-(`torch.utils._pytree`); a dataclass is registered with it (`torch.export.register_dataclass`).
+A bare tensor and a tuple of tensors, which most layers pass, have the shortest way. Other trees are taken
+apart by `torch.utils._pytree`. Only tensors can travel, be kept for a recomputation or need a gradient, so
+everything else is structure: a value that is compared, and goes to another process only where it is not what
+it was. Equality is exact: 1, 1.0 and True are different constants, and so are two dicts with other keys or
+the same keys in another order.
 
 A layer that stashes a portal has its name in `stashes` and gives a tuple: its output and a tensor for each
-name. One that pops has names in `pops` and takes a tuple: its input and a tensor for each name. Nothing else
-makes it special, so a model can say so without importing anything from here. On its way from the one to the
-other the tensor is one more input and output of each layer between, and so of each stage.
+name. One that pops has names in `pops` and takes a tuple: its input and a tensor for each name. A model can
+say so without importing anything from here. Between the two, the tensor is one more input and output of each
+layer, and so of each stage.
 """
 
 from __future__ import annotations
@@ -133,15 +130,9 @@ def flatten(tree: Tree, what: str = "the output") -> tuple[tuple[Tensor, ...], S
         return (tree,), None
     if not _is_plain(tree):
         return take_apart(tree, what)
-    positions: dict[int, int] = {}
-    distinct: list[Tensor] = []
-    structure: list[int] = []
-    for tensor in tree:
-        position = positions.setdefault(id(tensor), len(distinct))
-        if position == len(distinct):
-            distinct.append(tensor)
-        structure.append(position)
-    return tuple(distinct), tuple(structure)
+    distinct = {id(tensor): tensor for tensor in tree}
+    places = {key: place for place, key in enumerate(distinct)}
+    return tuple(distinct.values()), tuple([places[id(tensor)] for tensor in tree])
 
 
 def unflatten(tensors: Sequence[Tensor], structure: Structure) -> Tree:
@@ -227,14 +218,9 @@ class Nested:
         return Nested(self.spec, tuple(leaves))
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
-            isinstance(other, Nested)
-            and self._hash == other._hash
-            and self.leaves == other.leaves
-            and self.spec == other.spec
-        )
+        if self is other or not isinstance(other, Nested) or self._hash != other._hash:
+            return self is other
+        return self.leaves == other.leaves and self.spec == other.spec
 
     def __hash__(self) -> int:
         return self._hash
@@ -251,17 +237,14 @@ def take_apart(tree: Any, what: str) -> tuple[tuple[Tensor, ...], Nested]:
 
     `TypeError`, which begins with `what`, for leaves that cannot travel and for a tree without tensors.
     """
-    positions: dict[int, int] = {}
-    distinct: list[Tensor] = []
     # torch would give a Size back as a tuple.
     found, spec = pytree.tree_flatten(tree, lambda node: isinstance(node, torch.Size))
+    distinct = {id(leaf): leaf for leaf in found if isinstance(leaf, Tensor)}
+    places = {key: place for place, key in enumerate(distinct)}
     leaves: list[int | Constant] = []
     for leaf in found:
         if isinstance(leaf, Tensor):
-            position = positions.setdefault(id(leaf), len(distinct))
-            if position == len(distinct):
-                distinct.append(leaf)
-            leaves.append(position)
+            leaves.append(places[id(leaf)])
         elif isinstance(leaf, _CONSTANTS):
             leaves.append(Constant(leaf))
         else:
@@ -274,7 +257,7 @@ def take_apart(tree: Any, what: str) -> tuple[tuple[Tensor, ...], Nested]:
             f"{what} is of type {type(tree).__name__} and holds no tensor; it must be a tensor, or a tuple, "
             "list, dict or other pytree with at least one"
         )
-    return tuple(distinct), Nested(spec, tuple(leaves))
+    return tuple(distinct.values()), Nested(spec, tuple(leaves))
 
 
 def _instead(leaf: Any) -> str:

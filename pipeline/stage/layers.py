@@ -2,18 +2,14 @@
 
 A layer draws random numbers, changes the averages of batch normalization and meets autocast's cache of casts
 as a side effect of being called, and a pipeline calls it more often and in another order than the plain model
-does. Every action needs the same setup around such a call, forward or backward. It is written once, here, so
-that a stage's actions only deal with what the stage keeps.
+does. The setup around such calls, forward or backward, is written once, here.
 
 There is one random stream per (seed, step, layer, micro-batch). Random layers draw from the process's default
-generator, so their masks depend on everything that drew before them: on K, on the order of the micro-batches,
-and on whether a forward is the first or a recomputation. The usual remedy saves and restores generator
-states. Here the generator is instead seeded before each layer that may draw, with a key made from the four
-counters. The same layer then sees the same stream for the same micro-batch wherever and whenever it runs,
-nothing has to be saved for the recomputation, and the plain model can be given the very same draws
-(`run_plain`).
-
-The CPU generator uses the low 32 bits of a key, the CUDA generator all 64.
+generator, so their masks would depend on everything that drew before them. So the generator is seeded before
+each layer that may draw, with a key made from the four counters. The same layer then sees the same stream for
+the same micro-batch wherever and whenever it runs, nothing has to be saved for the recomputation, and the
+plain model can be given the very same draws (`run_plain`). The CPU generator uses the low 32 bits of a key,
+the CUDA generator all 64.
 """
 
 from __future__ import annotations
@@ -40,10 +36,9 @@ LossFn = Callable[..., Tensor]  # (output, target) -> mean loss over the example
 class LayerRunner:
     """Consecutive layers of the model, and the loss behind the last of them, on one device.
 
-    `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are; `first_microbatch` is micro-batch 0's number among those of all
-    replicas; it keys the streams too. `statistics`: batch-norm averages. With a `compilation` the layers are
-    compiled (`compiled`). `portals` are those of each layer.
+    `first_layer` is the index of `layers[0]` in the whole model, `first_microbatch` micro-batch 0's number
+    among those of all replicas; both key the random streams. `statistics`: batch-norm averages. With a
+    `compilation` the layers are compiled (`compiled`). `portals` are those of each layer.
     """
 
     def __init__(
@@ -183,10 +178,8 @@ class LayerRunner:
 class Arriving:
     """The mini-batch or its targets on their way to `device`; taking a micro-batch makes the device wait.
 
-    Copying a micro-batch when its forward begins would block the host, which could enqueue more work. So all
-    are sent when the step begins, one after another beside what the device computes, and each is waited for
-    by the device where it is first used. With `once`, a taken micro-batch is forgotten here; its taker keeps
-    it.
+    All are sent when the step begins, one after another beside what the device computes, and each is waited
+    for by the device where it is first used. With `once`, a taken micro-batch is forgotten here.
     """
 
     def __init__(
@@ -257,10 +250,8 @@ _RANDOM_KINDS = (
 
 
 def may_draw(layer: Callable[..., Any]) -> bool:
-    """Whether a layer or a loss as it is now may draw random numbers, in any mode and with any probability.
-
-    False only for the losses of `torch.nn.functional`, and for modules made of `torch.nn` classes that cannot
-    draw and have no hooks; any other forward could call anything.
+    """Whether a layer or a loss as it is now may draw random numbers. False only for the losses of
+    `torch.nn.functional`, and for modules made of `torch.nn` classes that cannot draw and have no hooks.
     """
     if not isinstance(layer, nn.Module):
         name = getattr(layer, "__name__", "")
@@ -286,9 +277,7 @@ def _kind_may_draw(kind: Any) -> bool:
 
 
 class Generators:
-    """The default generators that a layer on `device` may draw from: the CPU's and, of an accelerator,
-    its own.
-    """
+    """The default generators that a layer on `device` may draw from: the CPU's and an accelerator's own."""
 
     def __init__(self, device: torch.device) -> None:
         self.all = [torch.default_generator]
@@ -301,7 +290,7 @@ class Generators:
             generator.manual_seed(key)
 
     def save(self) -> list[Tensor]:
-        """The states of the generators, to be restored after the engine has used them."""
+        """The states of the generators, for `restore`."""
         return [generator.get_state() for generator in self.all]
 
     def restore(self, states: Iterable[Tensor]) -> None:
@@ -319,9 +308,8 @@ def run_plain(
     microbatch: int,
     device: torch.device | str = "cpu",
 ) -> Tree:
-    """The plain model on one micro-batch with the draws a pipeline makes in its step number `step`.
-
-    `step` counts the pipeline's training steps from 0. The default generators are left as they were.
+    """The plain model on one micro-batch with the draws a pipeline makes in training step number `step`, from
+    0. The default generators are left as they were.
     """
     generators = Generators(torch.device(device))
     states = generators.save()

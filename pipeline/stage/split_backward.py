@@ -1,21 +1,18 @@
 """The two halves of a backward: I computes what the stage before waits for, W what only the optimizer needs.
 
 I passes through the graph once, and the graph is free afterwards. On the way it catches the gradients at the
-operations whose weights can wait (`KINDS`) and leaves these weights out; W does the same products that a
-whole backward would have done there, and gives them to the engine at the weights' edges. What is not known
-well enough, or is a sum over several uses of a weight, is computed in I and added in W. So together they do a
-backward's work, and hand the engine the same numbers in the same order: the gradients are the same bits.
+operations whose weights can wait (`KINDS`) and leaves these weights out; W does the products that a whole
+backward would have done there, and gives them to the engine at the weights' edges. What is of no such kind,
+or is a sum over several uses of a weight, is computed in I and added in W. So the engine gets the same
+numbers in the same order: the gradients are the same bits.
 
     x --linear--> a --norm--> b --linear--> y      I  gradients of b, a and x; those of y and a are caught for
           |            |           |                  W, those of the norm's weights come with a's
         weight       weight      weight            W  gradients of the linear weights; all are accumulated
 
-Parameters change in W alone, with their hooks, in the order in which the micro-batches take W.
-
-The gradient of a weight needs one input of its operation and the gradient of its output, and nothing needs it
-before the optimizer. A kind of node is known here if torch computes the gradient of its weight apart from
-that of its input, by the same formula. The rest is not worth it: batch and layer normalization get theirs
-from the pass over the activations that the gradient of the input takes anyway.
+Parameters change in W alone, with their hooks. A kind of node is known here if torch computes the gradient
+of its weight apart from that of its input, by the same formula; normalizations get theirs from the pass that
+the gradient of the input takes anyway.
 """
 
 from __future__ import annotations
@@ -52,10 +49,9 @@ run_engine: Callable[..., tuple[Tensor | None, ...]] = partial(
 
 
 class Split:
-    """The graph of a micro-batch, looked through for what I computes and what W does.
-
-    `whole` says that it cannot be split at all: a layer is checkpointed in the reentrant way, whose backward
-    runs an engine of its own.
+    """The graph of a micro-batch, looked through for what I computes and what W does. It is `whole`, and
+    cannot be split, where a layer is checkpointed in the reentrant way: its backward runs an engine of its
+    own.
     """
 
     __slots__ = ("_entries", "_rest", "_waiting", "whole")

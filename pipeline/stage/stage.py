@@ -38,7 +38,6 @@ from .trees import Message, Portals, Tree, flatten, unflatten, version
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()
 _VERSION = attrgetter("_version")
-_MOST_SEEDS = 16  # shares of micro-batches whose gradients of the loss are kept
 
 
 class Reduction:
@@ -128,7 +127,6 @@ class Stage:
         self._losses: list[Tensor] = []  # of the micro-batches, each times its share
         self._shares: Sequence[float] = ()
         self._scaler: torch.amp.GradScaler | None = None
-        self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}  # gradients of losses
         self.look(None)
         self.reduction = None if reduction is None else reduction(self)
         self._last: tuple[Kind, int] | None = None  # the action that gives parameters their last gradients
@@ -489,13 +487,8 @@ class Stage:
                     "the loss depends on no parameter that requires a gradient; there is nothing to train"
                 )
             metadata = state.edges[0].node._input_metadata[state.edges[0].output_nr]
-            key = (self._shares[m], metadata.dtype)
-            seed = self._seeds.get(key)
-            if seed is None or seed.shape != tuple(metadata.shape):
-                seed = torch.full(tuple(metadata.shape), key[0], dtype=key[1], device=metadata.device)
-                if len(self._seeds) >= _MOST_SEEDS:
-                    self._seeds.clear()
-                self._seeds[key] = seed
+            shape, dtype = tuple(metadata.shape), metadata.dtype
+            seed = torch.full(shape, self._shares[m], dtype=dtype, device=metadata.device)
             if self._scaler is not None:
                 seed = self._scaler.scale(seed).to(metadata.dtype)
             return state.edges, (seed,)

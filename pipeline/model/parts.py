@@ -1,8 +1,7 @@
 """A model that is no sequence as a sequence of layers that keeps the model's names.
 
-A pipeline names its parameters after its layers. The layers of such a model have names in the model already,
-which weights are saved and loaded by; so the pipeline takes over the model's own tree of modules and calls
-the layers beside it.
+A pipeline names its parameters after its layers. The weights of such a model are saved and loaded by the
+model's names; so the pipeline takes over the model's own tree of modules and calls the layers beside it.
 """
 
 from __future__ import annotations
@@ -16,11 +15,8 @@ from ..stage.trees import run_through
 
 
 class Part(nn.Module):
-    """One layer, made of modules from here and there in the model.
-
-    It holds them under their full names in the model, dots and all, so that its parameters are called what
-    the model calls them, and so that it is complete in itself: it can be profiled, copied and moved without
-    the rest of the model.
+    """One layer, made of modules from here and there in the model, which it holds under their full names in
+    the model, dots and all. It can be profiled, copied and moved without the rest of the model.
 
     Args:
         model: where the modules are; they are shared with it, not copied.
@@ -54,8 +50,8 @@ class Part(nn.Module):
 
 class Traced(Part):
     """A piece of a graph, its steps one after the other: takes and gives what crosses the cuts, a tensor or a
-    tuple of tensors. The steps are data, so that the layer can be copied, pickled and sent like any other; a
-    value is let go after its last use, as in the forward that the graph was made of.
+    tuple of tensors. The steps are data, so that the layer can be copied and pickled; a value is let go after
+    its last use.
 
     Args:
         model: the model.
@@ -64,10 +60,7 @@ class Traced(Part):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        graphs: Mapping[bool, fx.Graph],
-        constants: Mapping[str, Tensor],
+        self, model: nn.Module, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, Tensor]
     ) -> None:
         nodes = [node for graph in graphs.values() for node in graph.nodes]
         super().__init__(model, {str(n.target): str(n.target) for n in nodes if n.op == "call_module"})

@@ -61,8 +61,8 @@ def _family(model: nn.Module) -> tuple[Family, str]:
             return KNOWN[known.__name__]
     raise ValueError(
         f"layers_of does not know a {kind.__name__}; it knows {', '.join(KNOWN)} of transformers. Otherwise "
-        "write the layers yourself, as modules that share the model's own; split cuts what torch.fx can follow, "
-        "which few text models of transformers allow"
+        "write the layers yourself, as modules that share the model's own; split cuts what torch.fx can "
+        "follow, which few text models of transformers allow"
     )
 
 

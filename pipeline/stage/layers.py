@@ -151,9 +151,8 @@ class LayerRunner:
             finally:
                 self._generators.restore(states)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = (
-                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            )
+            is_tensor = isinstance(loss, Tensor)
+            got = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
             raise ValueError(
                 f"loss_fn returned {got}; it must return the mean over the examples, a single number"
             )
@@ -223,12 +222,7 @@ def mix(value: int) -> int:
 
 def layer_key(seed: int, step: int, layer: int) -> int:
     """The part of a stream's key that all micro-batches share."""
-    return mix(_step_key(seed, step) ^ layer)
-
-
-@lru_cache(maxsize=16)
-def _step_key(seed: int, step: int) -> int:
-    return mix(mix(seed & _MASK) ^ step)
+    return mix(mix(mix(seed & _MASK) ^ step) ^ layer)
 
 
 def stream_key(seed: int, step: int, layer: int, microbatch: int) -> int:
@@ -314,10 +308,9 @@ def run_plain(
     generators = Generators(torch.device(device))
     states = generators.save()
     try:
-        value = inputs
         for index, layer in enumerate(layers):
             generators.seed(stream_key(seed, step, index, microbatch))
-            value = layer(value)
-        return value
+            inputs = layer(inputs)
+        return inputs
     finally:
         generators.restore(states)

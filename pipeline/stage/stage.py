@@ -205,9 +205,7 @@ class Stage:
         )
         if now != self._found_for:
             self._found_for = now
-            self._needs_grad.clear()
-            self._overwritten.clear()
-            self._buffers.forget()
+            self._forget()
 
     def look_for_first_gradients(self) -> None:
         """Notes which parameters have no gradient yet: the first one may have to be copied. Sharding, which
@@ -225,10 +223,8 @@ class Stage:
 
     def refresh(self) -> None:
         """Forgets what was found out about the layers; the next step finds out."""
-        self._needs_grad.clear()
-        self._overwritten.clear()
+        self._forget()
         self._seen.clear()
-        self._buffers.forget()
         self._is_new = self.reduction is not None or self._refuse_elsewhere is not None
 
     def finish(self, *, complete: bool = True) -> None:
@@ -434,6 +430,11 @@ class Stage:
             self.reduction.after(Kind.W, m, last=self._last == (Kind.W, m))
 
     # Parts
+
+    def _forget(self) -> None:
+        self._needs_grad.clear()
+        self._overwritten.clear()
+        self._buffers.forget()
 
     def _look_through(self, m: int) -> None:
         """`ValueError` before a backward for parameters that get a gradient in it and are of no layer and of

@@ -36,9 +36,9 @@ LossFn = Callable[..., Tensor]  # (output, target) -> mean loss over the example
 class LayerRunner:
     """Consecutive layers of the model, and the loss behind the last of them, on one device.
 
-    `first_layer` is the index of `layers[0]` in the whole model, `first_microbatch` micro-batch 0's number
-    among those of all replicas; both key the random streams. `statistics`: batch-norm averages. With a
-    `compilation` the layers are compiled (`compiled`). `portals` are those of each layer.
+    `seed`, `first_layer` (the index of `layers[0]` in the whole model) and `first_microbatch` (the number of
+    micro-batch 0 among those of all replicas) key the random streams. `statistics`: batch-norm averages. With
+    a `compilation` the layers are compiled (`compiled`). `portals` are those of each layer.
     """
 
     def __init__(

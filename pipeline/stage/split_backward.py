@@ -103,8 +103,8 @@ class Split:
 
         The graph is free afterwards.
         """
-        # The engine goes where somebody asked, and shows a gradient there before the tensor's hooks have had
-        # their say if it goes on; so where it goes on in any case, a hook behind them catches it.
+        # Where the engine goes on, it would show a gradient before the tensor's hooks have run; there a hook
+        # behind them catches it.
         last: list[Waiting] = []
         asked: list[Any] = []
         for node, waiting in self._waiting:
@@ -198,9 +198,8 @@ class Waiting:
 
 
 def _entrance(edge: GradientEdge) -> GradientEdge:
-    """The edge, such that a gradient new from its formula can become a parameter's `.grad` without a copy.
-
-    Autograd does not allow that while a caller holds the tensor itself; it does for a view of the tensor.
+    """The edge, such that a gradient new from its formula can become a parameter's `.grad` without a copy:
+    autograd makes one while a caller holds the tensor itself, but not for a view of the tensor.
     """
     if type(edge.node).__name__ != LEAF:
         return edge
@@ -270,8 +269,7 @@ class Operation(NamedTuple):
 
 def _saved(node: Any, name: str) -> Tensor | None:
     """Returns a tensor that a node saved, without the graph; None if there is none, or none that can be held.
-
-    Behind a hook a saved tensor may not exist: a checkpoint would compute it, at every look.
+    Behind a hook a saved tensor may not exist: a checkpoint would compute it at every look.
     """
     if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:
         return None
@@ -281,29 +279,22 @@ def _saved(node: Any, name: str) -> Tensor | None:
     return tensor.detach()
 
 
-def _right_factor(node: Any, left: Tensor) -> Callable[[Tensor], Tensor]:
-    """The gradient of the right factor of a matrix product, laid out like the factor, as torch does it."""
+def _matrix_product(name: str, node: Any, bias: bool) -> tuple[tuple[Tensor, ...], Formula] | None:
+    """Of mm and addmm, which save their left factor as `name`. The gradient of the right factor is laid out
+    like the factor, as torch does it.
+    """
+    left = _saved(node, name)
+    if left is None or getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
+        return None
     (rows, _), (down, across) = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
-    if down == 1 and across == rows:
-        return lambda gradient: gradient.t().mm(left).t()
-    return lambda gradient: left.t().mm(gradient)
+    is_transposed = down == 1 and across == rows
 
+    def formula(gradient: Tensor) -> tuple[Tensor, ...]:
+        found = gradient.t().mm(left).t() if is_transposed else left.t().mm(gradient)
+        # The engine sums a gradient over the dimensions along which its tensor was expanded.
+        return (found, gradient) if bias else (found,)
 
-def _addmm(node: Any, bias: bool) -> tuple[tuple[Tensor, ...], Formula] | None:
-    left = _saved(node, "mat1")
-    if left is None or node._saved_alpha != 1 or node._saved_beta != 1:
-        return None
-    weight = _right_factor(node, left)
-    # The engine sums a gradient over the dimensions along which its tensor was expanded.
-    return (left,), (lambda gradient: (weight(gradient), gradient)) if bias else lambda g: (weight(g),)
-
-
-def _mm(node: Any, bias: bool) -> tuple[tuple[Tensor, ...], Formula] | None:
-    left = _saved(node, "self")
-    if left is None:
-        return None
-    weight = _right_factor(node, left)
-    return (left,), lambda gradient: (weight(gradient),)
+    return (left,), formula
 
 
 def _bmm(node: Any, bias: bool) -> tuple[tuple[Tensor, ...], Formula] | None:
@@ -343,15 +334,15 @@ def _embedding(node: Any, bias: bool) -> tuple[tuple[Tensor, ...], Formula] | No
 
 
 KINDS: dict[str, Operation] = {
-    "AddmmBackward0": Operation(weight=2, bias=0, prepare=_addmm),
-    "MmBackward0": Operation(weight=1, bias=None, prepare=_mm),
+    "AddmmBackward0": Operation(weight=2, bias=0, prepare=partial(_matrix_product, "mat1")),
+    "MmBackward0": Operation(weight=1, bias=None, prepare=partial(_matrix_product, "self")),
     "BmmBackward0": Operation(weight=1, bias=None, prepare=_bmm),
     "ConvolutionBackward0": Operation(weight=1, bias=2, prepare=_convolution),
     "EmbeddingBackward0": Operation(weight=0, bias=None, prepare=_embedding),
 }
 
 # What may stand between a parameter and the operation that it is the weight of: other shapes, copies and
-# autocast's casts. They save no tensors, so they can wait as they are; the engine passes them when W comes.
+# autocast's casts. They save no tensors; the engine passes them when W comes.
 PASSAGES = frozenset(
     f"{name}Backward0"
     for name in (

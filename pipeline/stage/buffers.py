@@ -304,7 +304,10 @@ class Statistics:
 
 
 def _merge(
-    meters: Sequence[_Meter], means: list[Tensor], squares: list[Tensor], new_counts: Sequence[int]
+    meters: Sequence[_Meter],
+    means: list[Tensor],
+    squares: list[Tensor] | tuple[Tensor, ...],
+    new_counts: Sequence[int],
 ) -> None:
     """Merges means and sums of squared deviations of another sample into those of `meters`, without
     cancellation (Chan et al. 1979).

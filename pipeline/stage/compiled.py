@@ -72,23 +72,23 @@ class Compiled:
         )
         self._program = None if self.normalizes else _program(_kind(layer), compilation)
 
-    def __call__(self, value: Any, **constants: Any) -> Any:
+    def __call__(self, value: Any) -> Any:
         """Calls the layer. Without a graph, result tensors that would need a gradient are still marked so:
         the next layer then runs the same program.
         """
         if torch.is_grad_enabled():
-            return self._run(value, constants)
+            return self._run(value)
         with torch.enable_grad():
-            output = self._run(pytree.tree_map_only(Tensor, _enter, value), constants)
+            output = self._run(pytree.tree_map_only(Tensor, _enter, value))
         return pytree.tree_map_only(Tensor, _cut_off, output)
 
-    def _run(self, value: Any, constants: dict[str, Any]) -> Any:
+    def _run(self, value: Any) -> Any:
         program = self._program
         if program is None:
-            return self.layer(value, **constants)
+            return self.layer(value)
         try:
             with torch.compiler.set_stance("eager_on_recompile") if program.is_full else nullcontext():
-                return program.call(self.layer, value, constants)
+                return program.call(self.layer, value)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             program.is_full = True
             if not _CompiledCall.has_warned:
@@ -100,13 +100,13 @@ class Compiled:
                     "sizes, or raise torch._dynamo.config.recompile_limit",
                     stacklevel=2,
                 )
-            return self._run(value, constants)
+            return self._run(value)
         except torch._dynamo.exc.TorchDynamoException as error:
             if self._must:
                 raise
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         self._program = None
-        output = self.layer(value, **constants)  # raises what the layer itself has to say
+        output = self.layer(value)  # raises what the layer itself has to say
         warnings.warn(
             f"not compiled: layer {self.index} ({type(self.layer).__name__}) runs as it is, because torch "
             f"cannot compile it whole: {reason}",
@@ -116,7 +116,7 @@ class Compiled:
 
 
 def _enter(tensor: Tensor) -> Tensor:
-    """A non-leaf start of a graph, which a layer may modify in place."""
+    """The tensor as a stage's input enters a graph: a layer may modify it in place."""
     return enter(tensor, [None], 0) if tensor.requires_grad else tensor
 
 
@@ -130,8 +130,8 @@ def _cut_off(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
-def _call_layer(layer: nn.Module, value: Any, constants: dict[str, Any]) -> Any:
-    return layer(value, **constants)
+def _call_layer(layer: nn.Module, value: Any) -> Any:
+    return layer(value)
 
 
 def _kind(layer: nn.Module) -> int:
@@ -152,7 +152,7 @@ class _CompiledCall:
     def __init__(self, number: int, compilation: Compilation) -> None:
         code = _call_layer.__code__.replace(co_name=f"layer_{number}")
         self.is_full = False
-        self.call: Callable[[nn.Module, Any, dict[str, Any]], Any] = torch.compile(
+        self.call: Callable[[nn.Module, Any], Any] = torch.compile(
             FunctionType(code, _call_layer.__globals__),
             fullgraph=compilation.fullgraph is not False,
             dynamic=compilation.dynamic,

@@ -163,7 +163,7 @@ def _cuttable(trace: Tracer) -> dict[Call, fx.Node]:
 
 def _layers(model: nn.Module, traces: Mapping[bool, Tracer], places: Sequence[Call]) -> OwnLayers:
     """The layers that begin at these calls; the first begins with the inputs."""
-    pieces = {mode: _Cut(found, places).pieces() for mode, found in traces.items()}
+    pieces = {mode: _pieces(found, places) for mode, found in traces.items()}
     titles = [name if call == 0 else f"{name}, call {call + 1}" for name, call in places]
     titles.insert(0, f"what comes before {titles[0]}" if titles else "the model")
     layers: dict[str, Part] = {}
@@ -179,60 +179,54 @@ def _layers(model: nn.Module, traces: Mapping[bool, Tracer], places: Sequence[Ca
     return OwnLayers(model, layers)
 
 
-class _Cut:
-    """The graph of one mode, cut before some calls into pieces with numbers."""
+def _pieces(trace: Tracer, starts: Sequence[Call]) -> list[fx.Graph]:
+    """The graph of one mode, cut before the calls `starts`: each piece takes what the one before it gives."""
+    nodes = list(trace.graph.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    bounds = [0, *(order[trace.calls[place]] for place in starts), len(nodes)]
+    pieces = [nodes[start:stop] for start, stop in pairwise(bounds)]
+    piece_of = {node: i for i, own in enumerate(pieces) for node in own}
+    needed = [_needed(own, i, piece_of) for i, own in enumerate(pieces)]
+    crossing: list[list[fx.Node]] = [[]]  # crossing[i]: what piece i takes
+    for i in range(1, len(pieces)):
+        later = set().union(*(tensors for tensors, _ in needed[i:]))
+        crossing.append(sorted([node for node in later if piece_of[node] < i], key=order.__getitem__))
+    graphs = []
+    for i, own in enumerate(pieces):
+        graph = fx.Graph()
+        made = {node: graph.placeholder(node.name) for node in crossing[i]}
+        again = sorted(needed[i][1], key=order.__getitem__)
+        # A parameter may be read before the cut and used behind it.
+        used = [n for n in own if not _anywhere(n) or i in {piece_of[user] for user in n.users}]
+        for node in (*again, *used):
+            if node.op != "output":
+                made[node] = graph.node_copy(node, made.__getitem__)
+        if i < len(pieces) - 1:
+            given = tuple(made[node] for node in crossing[i + 1])
+            graph.output(given[0] if len(given) == 1 else given)
+        else:
+            graph.output(fx.node.map_arg(own[-1].args[0], made.__getitem__))
+        graphs.append(graph)
+    return graphs
 
-    def __init__(self, trace: Tracer, starts: Sequence[Call]) -> None:
-        nodes = list(trace.graph.nodes)
-        self._order = {node: i for i, node in enumerate(nodes)}
-        bounds = [0, *(self._order[trace.calls[place]] for place in starts), len(nodes)]
-        self._own = [nodes[start:stop] for start, stop in pairwise(bounds)]
-        self._piece_of = {node: i for i, own in enumerate(self._own) for node in own}
 
-    def pieces(self) -> list[fx.Graph]:
-        """A graph for each piece, which takes what the one before it gives."""
-        numbers = range(len(self._own))
-        needed = [self._needed(i) for i in numbers]
-        crossing: list[list[fx.Node]] = [[]]  # crossing[i]: what piece i takes
-        for i in numbers[1:]:
-            later = set().union(*(tensors for tensors, _ in needed[i:]))
-            coming = (node for node in later if self._piece_of[node] < i)
-            crossing.append(sorted(coming, key=self._order.__getitem__))
-        pieces = []
-        for i, own in enumerate(self._own):
-            graph = fx.Graph()
-            made: dict[fx.Node, fx.Node] = {}
-            for node in crossing[i]:
-                made[node] = graph.placeholder(node.name)
-            again = sorted(needed[i][1], key=self._order.__getitem__)
-            # A parameter may be read before the cut and used behind it.
-            used = [n for n in own if not _anywhere(n) or i in {self._piece_of[user] for user in n.users}]
-            for node in (*again, *used):
-                if node.op != "output":
-                    made[node] = graph.node_copy(node, made.__getitem__)
-            if i < numbers[-1]:
-                given = tuple(made[node] for node in crossing[i + 1])
-                graph.output(given[0] if len(given) == 1 else given)
-            else:
-                graph.output(fx.node.map_arg(own[-1].args[0], made.__getitem__))
-            pieces.append(graph)
-        return pieces
-
-    def _needed(self, piece: int) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Returns what a piece needs of earlier pieces: tensors to receive, and nodes to compute again."""
-        tensors: set[fx.Node] = set()
-        again: set[fx.Node] = set()
-        todo = [source for node in self._own[piece] for source in node.all_input_nodes]
-        while todo:
-            node = todo.pop()
-            if self._piece_of[node] >= piece or node in again or node in tensors:
-                continue
-            if _anywhere(node):
-                again.add(node)
-                todo += node.all_input_nodes
-            else:
-                tensors.add(node)
-        return tensors, again
+def _needed(
+    own: Sequence[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Returns what a piece needs of earlier pieces: tensors to receive, and nodes to compute again."""
+    tensors: set[fx.Node] = set()
+    again: set[fx.Node] = set()
+    todo = [source for node in own for source in node.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if piece_of[node] >= piece or node in again or node in tensors:
+            continue
+        if _anywhere(node):
+            again.add(node)
+            todo += node.all_input_nodes
+        else:
+            tensors.add(node)
+    return tensors, again
 
 
 def _anywhere(node: fx.Node) -> bool:

@@ -189,7 +189,7 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
         torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
 
 
-# What `layers_of` sends past stages, and what is profiled
+# What is profiled
 
 
 def test_profiles_of_layers_with_portals_count_them_as_passed_on() -> None:

@@ -8,12 +8,8 @@ and the recomputation works on the copies, which stand in their places while it 
 
 A buffer is copied once for every version that it has in a step: where nothing changes it, all micro-batches
 share one copy. Versions are torch's count of in-place operations, and another tensor under the same name is
-another version. A change behind torch's back, through `.data`, is none: where it shows in the output the
-first step refuses it (`first_step`), and `Pipeline.verify` finds what begins later. Batch normalization's
-averages are left to `Statistics`.
-
-So a stage holds its buffers once more from its first forward to the end of the step, and those that change
-once for each micro-batch that waits for its recomputation, which works on one more.
+another version. A change through `.data` is none: where it shows in the output the first step refuses it
+(`first_step`), and `Pipeline.verify` finds what begins later.
 
 Batch normalization (GPipe, section 2.2) normalizes each micro-batch by its own statistics and tracks the
 moving averages of the whole mini-batch. Stock modules update the averages at every forward and recomputation.

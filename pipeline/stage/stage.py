@@ -43,10 +43,8 @@ _VERSION = attrgetter("_version")
 class Reduction:
     """Joins the gradients of one stage with those of other processes.
 
-    In a training step the engine calls `begin`, then `before` and `after` around every action that runs
-    backward (B, or I and W), then `finish`. A pass of forwards alone ends with `evaluated`, and a step or a
-    pass that fails ends with `reset`. Parameters get gradients in B and W, and in I where a graph cannot be
-    split.
+    In a training step the engine calls `begin`, then `before` and `after` around every B, I and W, then
+    `finish`. Parameters get gradients in B and W, and in I where a graph cannot be split.
     """
 
     def begin(self) -> None:
@@ -61,13 +59,13 @@ class Reduction:
         """Runs right after an action, before its gradients are sent. Must not wait for other processes."""
 
     def finish(self) -> None:
-        """Ends the step on this process: waits for the others, after which the optimizer may use `.grad`."""
+        """Waits for the other processes; then the optimizer may use `.grad`."""
 
     def evaluated(self) -> None:
         """A pass of forwards alone is over."""
 
     def reset(self) -> None:
-        """Drops the state of the step, after an error."""
+        """A step or a pass has failed."""
 
 
 class Stage:
@@ -111,8 +109,8 @@ class Stage:
             compilation=compilation, first_microbatch=first_microbatch, portals=portals,
         )  # fmt: skip
         self._tied, self._places = frozenset(tied), range(first_layer, first_layer + len(self.layers))
-        # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite. F
-        # and R each work on a copy of these, one more input while F runs, and from R to B.
+        # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite, so
+        # that F and R work on copies of these.
         self._needs_grad: dict[Hashable, tuple[bool, ...]] = {}
         self._overwritten: dict[Hashable, tuple[int, ...]] = {}
         self._found_for: tuple[tuple[bool, ...], ...] = ()  # what is trained, and the layers' modes
@@ -182,7 +180,7 @@ class Stage:
         """
         if self.is_last and loss_fn is not None:  # there is none where nothing is trained
             self._loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
-        # In the order of `Module.parameters`, which takes five times as long.
+        # `Module.parameters` takes five times as long.
         found: dict[nn.Parameter | None, None] = {}
         todo: list[nn.Module | None] = [self._loss_module, *reversed(self.layers)]
         seen: set[nn.Module | None] = {None}

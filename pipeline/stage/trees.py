@@ -159,7 +159,7 @@ def _named(structure: Structure) -> str:
     return "a tensor" if structure is None else repr(structure)
 
 
-# What may stand beside the tensors. All of it is immutable, so that a stage can't change another one's.
+# What may stand beside the tensors, all immutable.
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.Size, slice, range, type(Ellipsis),
@@ -206,9 +206,7 @@ class Nested:
         return pytree.tree_unflatten(found, self.spec)
 
     def kind(self) -> Nested:
-        """Returns the structure with each number replaced by its type. Keys, None and flags usually decide
-        shapes; numbers may change with every step.
-        """
+        """Returns the structure with each number, which may change with every step, replaced by its type."""
         if not any(map(_is_number, self.leaves)):
             return self
         leaves = [
@@ -350,8 +348,7 @@ class Portals(NamedTuple):
             value = (value, *[held[name] for name in self.pops])
         value = layer(value)
         if self.stashes:
-            value, *stashed = self._parted(value)
-            held.update(zip(self.stashes, stashed, strict=True))
+            value = self._stash(value, held)
         for name in self.leaving:
             if name in versions and versions[name] != version(held[name]):
                 raise RuntimeError(
@@ -360,8 +357,8 @@ class Portals(NamedTuple):
                 )
         return (value, *[held[name] for name in self.leaving]) if self.leaving else value
 
-    def _parted(self, value: Tree) -> Tree:
-        """What a layer that stashes has given: its output, and a tensor for each name."""
+    def _stash(self, value: Tree, held: dict[str, Tensor]) -> Tree:
+        """Returns the output of a layer that stashes; the tensors that it gives for its names are `held`."""
         if not isinstance(value, tuple) or len(value) != 1 + len(self.stashes):
             what = f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
             raise TypeError(
@@ -373,7 +370,8 @@ class Portals(NamedTuple):
                 raise TypeError(
                     f"portal {name!r} was given a {type(tensor).__name__}; a portal takes a tensor"
                 )
-        return value
+            held[name] = tensor
+        return value[0]
 
 
 def portals_of(layers: Iterable[nn.Module]) -> tuple[Portals, ...]:

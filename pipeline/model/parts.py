@@ -7,8 +7,10 @@ model's names; so the pipeline takes over the model's own tree of modules and ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from ..stage.trees import run_through
@@ -49,9 +51,8 @@ class Part(nn.Module):
 
 
 class Traced(Part):
-    """A piece of a graph, its steps one after the other: takes and gives what crosses the cuts, a tensor or a
-    tuple of tensors. The steps are data, so that the layer can be copied and pickled; a value is let go after
-    its last use.
+    """A piece of a graph, as the code that `fx` writes for it: takes and gives what crosses cuts, a tensor
+    or a tuple of tensors. A value is let go after its last use.
 
     Args:
         model: the model.
@@ -62,15 +63,20 @@ class Traced(Part):
     def __init__(
         self, model: nn.Module, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, Tensor]
     ) -> None:
-        nodes = [node for graph in graphs.values() for node in graph.nodes]
-        super().__init__(model, {str(n.target): str(n.target) for n in nodes if n.op == "call_module"})
+        outside = ("call_module", "get_attr")
+        nodes = [node for graph in graphs.values() for node in graph.nodes if node.op in outside]
+        names = {str(node.target): f"own_{i}" for i, node in enumerate(nodes)}  # code has no dots in a name
+        super().__init__(model, {names[str(n.target)]: str(n.target) for n in nodes if n.op == "call_module"})
         for name in dict.fromkeys([str(node.target) for node in nodes if node.op == "get_attr"]):
             if name not in constants:
                 self.hold(model, name)
         for name, tensor in constants.items():
             self._buffers[name] = tensor
             self._non_persistent_buffers_set.add(name)
-        self._programs = {mode: _program_of(graph) for mode, graph in graphs.items()}
+        self._called = {short: name for name, short in names.items()}
+        for node in nodes:
+            node.target = names[str(node.target)]
+        self._programs = {mode: _Program.of(graph) for mode, graph in graphs.items()}
         self._constants = tuple(constants)
 
     def held(self) -> Iterable[str]:
@@ -78,87 +84,38 @@ class Traced(Part):
 
     def forward(self, value: Any) -> Any:
         program = self._programs[self.training]
-        values = [value] if isinstance(value, Tensor) else list(value)
+        values = (value,) if isinstance(value, Tensor) else tuple(value)
         if len(values) != program.num_inputs:
             raise ValueError(
                 f"{len(values)} tensors came where {program.num_inputs} were expected; the first layer takes "
                 "one for each of the inputs that split was given"
             )
-        values += [None] * len(program.steps)
-        del value
-
-        def filled(part: Any) -> Any:
-            return values[part] if type(part) is _Slot else part
-
-        for result, (kind, target, arguments, keywords, done) in enumerate(program.steps, program.num_inputs):
-            given, named = _mapped(arguments, filled), _mapped(keywords, filled)
-            if kind == "call_module":
-                values[result] = self._modules[target](*given, **named)  # type: ignore[misc]
-            elif kind == "call_function":
-                values[result] = target(*given, **named)
-            elif kind == "call_method":
-                values[result] = getattr(given[0], target)(*given[1:], **named)
-            else:
-                table = self._parameters if target in self._parameters else self._buffers
-                values[result] = table[target]
-            del given, named
-            for index in done:
-                values[index] = None
-        return _mapped(program.output, filled)
+        return program.run(self, *values)
 
 
-class _Slot(int):
-    """Where a value of a program is kept: the inputs first, then what each step gives."""
+class _Program:
+    """The code of a graph, and what it calls besides torch. Programs of the same code are equal."""
 
+    def __init__(self, num_inputs: int, code: str, called: Mapping[str, Any]) -> None:
+        self.num_inputs, self._code, self._called = num_inputs, code, dict(called)
+        found = {"torch": torch, **called}
+        exec(code, found)
+        self.run: Callable[..., Any] = found["forward"]
 
-class _TracedStep(NamedTuple):
-    """One call of a traced forward: the callee, its arguments, and the slots that are freed afterwards."""
+    @classmethod
+    def of(cls, graph: fx.Graph) -> _Program:
+        written = graph.python_code("self")
+        called = {name: each for name, each in written.globals.items() if not isinstance(each, ModuleType)}
+        return cls(sum(node.op == "placeholder" for node in graph.nodes), written.src, called)
 
-    kind: str  # as fx calls it: call_module, call_function, call_method or get_attr
-    target: Any
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    done: tuple[int, ...]
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Program) and (self._code, self._called) == (other._code, other._called)
 
+    def __hash__(self) -> int:
+        return hash(self._code)
 
-class _Program(NamedTuple):
-    """The steps of a graph."""
-
-    num_inputs: int
-    steps: tuple[_TracedStep, ...]
-    output: Any
-
-
-def _program_of(graph: fx.Graph) -> _Program:
-    nodes = list(graph.nodes)
-    slots = {node: _Slot(i) for i, node in enumerate(nodes[:-1])}
-    last_use = {source: node for node in nodes for source in node.all_input_nodes}
-    num_inputs = sum(node.op == "placeholder" for node in nodes)
-
-    def plain(part: Any) -> Any:
-        return slots[part] if isinstance(part, fx.Node) else part
-
-    steps = []
-    for node in nodes[num_inputs:-1]:
-        done = [slots[source] for source in node.all_input_nodes if last_use[source] is node]
-        if node not in last_use:
-            done.append(slots[node])
-        arguments, keywords = _mapped(node.args, plain), _mapped(node.kwargs, plain)
-        steps.append(_TracedStep(node.op, node.target, arguments, keywords, tuple(done)))
-    return _Program(num_inputs, tuple(steps), _mapped(nodes[-1].args[0], plain))
-
-
-def _mapped(structure: Any, function: Callable[[Any], Any]) -> Any:
-    """A structure of fx in Python's own containers, with what `function` makes of its leaves."""
-    if isinstance(structure, tuple):
-        return tuple([_mapped(part, function) for part in structure])
-    if isinstance(structure, list):
-        return [_mapped(part, function) for part in structure]
-    if isinstance(structure, dict):
-        return {key: _mapped(part, function) for key, part in structure.items()}
-    if isinstance(structure, slice):
-        return slice(*[_mapped(part, function) for part in (structure.start, structure.stop, structure.step)])
-    return function(structure)
+    def __reduce__(self) -> Any:
+        return _Program, (self.num_inputs, self._code, self._called)
 
 
 class OwnLayers(nn.Module):

@@ -57,8 +57,12 @@ class LayerRunner:
         self.device, self.seed, self.statistics = device, seed, statistics
         self._normalizes = bool(statistics.meters)
         self._generators = Generators(device)
-        self._compiled = None if compilation is None else compile_layers(layers, first_layer, compilation)
-        self._portals = portals if any(map(any, portals)) else ()
+        self._is_compiled = compilation is not None
+        self._layers: Sequence[Callable[..., Any]] = layers  # as they are called
+        if compilation is not None:
+            self._layers = compile_layers(layers, first_layer, compilation)
+        if portals:
+            self._layers = [each.around(layer) for each, layer in zip(portals, self._layers, strict=True)]
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
         # Each layer, and its stream's key (None: draws nothing).
@@ -68,19 +72,11 @@ class LayerRunner:
         self._loss_fn: LossFn | None = None
         self._autocast = False
 
-    def begin(
-        self,
-        step: int,
-        targets: Sequence[Tree | None] | Arriving,
-        loss_fn: LossFn | None,
-    ) -> None:
+    def begin(self, step: int, targets: Sequence[Tree | None] | Arriving, loss_fn: LossFn | None) -> None:
         """Prepares step number `step`, which keys the random streams, under the current autocast."""
         self._targets, self._loss_fn = targets, loss_fn
-        calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
-        if self._portals:
-            calls = [each.around(call) for each, call in zip(self._portals, calls, strict=True)]
         place, found = self.first_layer, []
-        for layer, call in zip(self.layers, calls, strict=True):
+        for layer, call in zip(self.layers, self._layers, strict=True):
             # Each step, since hooks may change.
             found.append((call, layer_key(self.seed, step, place) if may_draw(layer) else None))
             place += 1
@@ -97,7 +93,7 @@ class LayerRunner:
         """The layers in order, each with its own random stream; the user's generators are given back
         untouched.
         """
-        if self._compiled is not None:
+        if self._is_compiled:
             value = self._as_in_a_graph(value)
         generators = self._generators.all
         states: list[Tensor] = []  # of the generators, as the user left them
@@ -122,7 +118,7 @@ class LayerRunner:
                 self.statistics.release()
             if forget_casts:
                 torch.clear_autocast_cache()
-        if self._compiled is not None and self.entering is None:
+        if self._is_compiled and self.entering is None:
             value = without_graph(value)
         return value
 

@@ -37,13 +37,7 @@ class Part(nn.Module):
     def hold(self, model: nn.Module, tensor: str) -> None:
         """Takes in the parameter or buffer of that name, which belongs to no module of this layer."""
         path, _, name = tensor.rpartition(".")
-        owner = model.get_submodule(path)
-        if name in owner._parameters:
-            self._parameters[tensor] = owner._parameters[name]
-        else:
-            self._buffers[tensor] = owner._buffers[name]
-            if name in owner._non_persistent_buffers_set:
-                self._non_persistent_buffers_set.add(tensor)
+        _share(model.get_submodule(path), name, self, tensor)
 
     def held(self) -> Iterable[str]:
         """Names of the parameters and buffers that belong to no module of this layer."""
@@ -105,8 +99,9 @@ class _Program:
     @classmethod
     def of(cls, graph: fx.Graph) -> _Program:
         written = graph.python_code("self")
-        called = {name: each for name, each in written.globals.items() if not isinstance(each, ModuleType)}
-        return cls(sum(node.op == "placeholder" for node in graph.nodes), written.src, called)
+        code, known = written.src, written.globals.items()
+        called = {name: each for name, each in known if name in code and not isinstance(each, ModuleType)}
+        return cls(sum(node.op == "placeholder" for node in graph.nodes), code, called)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Program) and (self._code, self._called) == (other._code, other._called)
@@ -249,13 +244,17 @@ def _pruned(model: nn.Module, parts: Sequence[Part]) -> nn.Module:
 def _put(tree: nn.Module, name: str, part: Part) -> None:
     """The opposite of `Part.hold`."""
     path, _, last = name.rpartition(".")
-    owner = _reach(tree, path)
-    if name in part._parameters:
-        owner._parameters[last] = part._parameters[name]
+    _share(part, name, _reach(tree, path), last)
+
+
+def _share(source: nn.Module, name: str, target: nn.Module, new_name: str) -> None:
+    """Gives the parameter or buffer `name` of one module to another one, too."""
+    if name in source._parameters:
+        target._parameters[new_name] = source._parameters[name]
     else:
-        owner._buffers[last] = part._buffers[name]
-        if name in part._non_persistent_buffers_set:
-            owner._non_persistent_buffers_set.add(last)
+        target._buffers[new_name] = source._buffers[name]
+        if name in source._non_persistent_buffers_set:
+            target._non_persistent_buffers_set.add(new_name)
 
 
 def _reach(tree: nn.Module, path: str) -> nn.Module:

@@ -286,9 +286,10 @@ class Tracer(fx.Tracer):
             self._arrange(self.graph)
         except Exception as error:
             before.undo()
+            why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
             raise ValueError(
                 f"the forward of {type(model).__name__} cannot be cut, because it does what no graph "
-                f"of it can hold: {_first_line(error)}; {REMEDY}"
+                f"of it can hold: {why}; {REMEDY}"
             ) from error
         finally:
             for module, mode in modes:
@@ -429,11 +430,6 @@ class _Before:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in ("_buffers", "training")}
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0].rstrip(".") if text else type(error).__name__
 
 
 def is_number(node: fx.Node) -> bool:

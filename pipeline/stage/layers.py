@@ -58,9 +58,9 @@ class LayerRunner:
         self._normalizes = bool(statistics.meters)
         self._generators = Generators(device)
         self._is_compiled = compilation is not None
-        self._layers: Sequence[Callable[..., Any]] = layers  # as they are called
+        self._layers: list[Callable[..., Any]] = [*layers]  # as they are called
         if compilation is not None:
-            self._layers = compile_layers(layers, first_layer, compilation)
+            self._layers = [*compile_layers(layers, first_layer, compilation)]
         if portals:
             self._layers = [each.around(layer) for each, layer in zip(portals, self._layers, strict=True)]
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.

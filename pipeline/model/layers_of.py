@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .parts import OwnLayers, Part
+from .parts import OwnLayers, Part, chosen
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -38,14 +38,8 @@ def layers_of(model: nn.Module, inputs: Sequence[str] | None = None) -> OwnLayer
     `ValueError` for a model of another class, with the classes that there are, or an input that is not known.
     """
     family, base = _family(model)
-    wanted = tuple(family.required if inputs is None else inputs)
     allowed = (*family.required, *family.optional)
-    if isinstance(inputs, str) or len(set(wanted)) < len(wanted) or not set(wanted) <= set(allowed):
-        raise ValueError(
-            f"inputs is {inputs!r}; for a {type(model).__name__} give some of {', '.join(allowed)}, each once"
-        )
-    if missing := [name for name in family.required if name not in wanted]:
-        raise ValueError(f"inputs lacks {missing[0]!r}, without which a {type(model).__name__} has no output")
+    wanted = chosen(inputs, family.required, allowed, type(model).__name__)
     return OwnLayers(model, family.parts(model, base, wanted))
 
 

@@ -198,6 +198,21 @@ class OwnLayers(nn.Module):
         _take_over(owner, tree)
 
 
+def chosen(
+    inputs: Sequence[str] | None, needed: Sequence[str], allowed: Sequence[str], model: str
+) -> tuple[str, ...]:
+    """The arguments of a model's forward that a batch holds: `inputs`, or else those that are `needed`."""
+    found = tuple(needed if inputs is None else inputs)
+    if isinstance(inputs, str) or not 0 < len(set(found)) == len(found) or not set(found) <= set(allowed):
+        raise ValueError(
+            f"inputs is {inputs!r}; give the names of the arguments of {model}'s forward that a batch holds, "
+            f"in its order, each once, from: {', '.join(allowed) or 'none that has a name'}"
+        )
+    if missing := [name for name in needed if name not in found]:
+        raise ValueError(f"inputs lacks {missing[0]!r}, without which {model}'s forward cannot run")
+    return found
+
+
 def follow(parts: Sequence[Part], tree: nn.Module) -> None:
     """Makes the parts hold the tensors of `tree` after it was moved or loaded."""
     for part in parts:

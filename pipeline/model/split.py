@@ -28,7 +28,7 @@ from ..memory.profile import layer_costs
 from ..plan.partition import partition
 from ..stage.buffers import State
 from ..stage.trees import Tree
-from .parts import OwnLayers, Part, Traced
+from .parts import OwnLayers, Part, Traced, chosen
 
 Call = tuple[str, int]  # a module's name in the model, and which of its calls
 
@@ -243,17 +243,7 @@ def inputs_of(model: nn.Module, inputs: Sequence[str] | None) -> tuple[str, ...]
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     allowed = [name for name, parameter in parameters.items() if parameter.kind in kinds]
     needed = [name for name in allowed if parameters[name].default is inspect.Parameter.empty]
-    wanted = tuple(needed if inputs is None else inputs)
-    if isinstance(inputs, str) or not wanted or not set(wanted) <= set(allowed):
-        raise ValueError(
-            f"inputs is {inputs!r}; give the names of those arguments of {type(model).__name__}'s forward "
-            f"that a batch holds, in its order, from: {', '.join(allowed) or 'none that has a name'}"
-        )
-    if missing := [name for name in needed if name not in wanted]:
-        raise ValueError(
-            f"inputs lacks {missing[0]!r}, which {type(model).__name__}'s forward has no default for"
-        )
-    return wanted
+    return chosen(inputs, needed, allowed, type(model).__name__)
 
 
 class Tracer(fx.Tracer):

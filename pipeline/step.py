@@ -32,7 +32,7 @@ from .ranks.distributed import PointToPoint
 from .stage.layers import LossFn
 from .stage.stage import Stage
 from .stage.trees import Message, Nested, Tree, divide, flatten, num_examples, sizes
-from .transport import EdgeTransport, PortalTransport, StepPlan
+from .transport import EdgeTransport, StepPlan
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
@@ -62,8 +62,7 @@ class Steps:
         self._has_last = schedule.num_stages - 1 in stages
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
-        messages = transport.inner if isinstance(transport, PortalTransport) else transport
-        self._ranks = messages if isinstance(messages, PointToPoint) else None
+        self._ranks = transport if isinstance(transport, PointToPoint) else None
         self._turn = Lock()  # one pass at a time
         self._programs: dict[tuple[int, bool], tuple[tuple[Instruction, ...], Clock]] = {}
         self._rows = schedule  # of the latest step
@@ -353,12 +352,10 @@ def _take(instruction: Instruction, position: int, transport: EdgeTransport, clo
     times[place] = read[place]()
     if kind is F:
         passed = stage.forward(m, passed, graph)
-    elif kind is B:
-        passed = stage.backward(m, passed)
+    elif kind is B or kind is I:
+        passed = stage.backward(m, passed, kind)
     elif kind is R:
         stage.recompute(m)
-    elif kind is I:
-        passed = stage.backward_inputs(m, passed)
     else:
         stage.backward_weights(m)
     times[place + 1] = read[place + 1]()

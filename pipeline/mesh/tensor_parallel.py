@@ -133,14 +133,8 @@ class DividedStage(Stage):
         return message._replace(tensors=tuple(map(here, message.tensors)))
 
     def backward(self, m: int, gradients: Gradients, kind: Kind = Kind.B) -> Gradients:
-        return _here(super().backward(m, gradients, kind))
-
-    def backward_inputs(self, m: int, gradients: Gradients) -> Gradients:
-        return _here(super().backward_inputs(m, gradients))
-
-
-def _here(gradients: Gradients) -> Gradients:
-    return tuple([None if gradient is None else here(gradient) for gradient in gradients])
+        found = super().backward(m, gradients, kind)
+        return tuple([None if gradient is None else here(gradient) for gradient in found])
 
 
 class Layouts(Reduction):

@@ -1,13 +1,11 @@
 """Models of `transformers` as sequences of layers, by their module structure.
 
-What is known is a class, not a name that happens to match: a subclass with a forward of its own computes
-something else, and so do hooks around what is taken apart. What a family's own forward does between its
-modules is said here, once, as layers; the modules' forwards are the library's. Nothing imports `transformers`
-before a model of it is given.
+What is known is a class: a subclass with a forward of its own computes something else. What a family's
+forward does between its modules is said here as layers; the modules' forwards are the library's. Nothing
+imports `transformers` before a model of it is given.
 
 The layers pass activations, and behind them what all layers need as it came. Attention masks travel as they
-were given, (N, T), and each layer widens its own: a mask of (N, 1, T, T) would be the largest message of a
-pipeline.
+were given, (N, T), and each layer widens its own.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .parts import OwnLayers, Part
+from .parts import OwnLayers, Part, chosen
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -40,14 +38,8 @@ def layers_of(model: nn.Module, inputs: Sequence[str] | None = None) -> OwnLayer
     `ValueError` for a model of another class, with the classes that there are, or an input that is not known.
     """
     family, base = _family(model)
-    wanted = tuple(family.required if inputs is None else inputs)
     allowed = (*family.required, *family.optional)
-    if isinstance(inputs, str) or len(set(wanted)) < len(wanted) or not set(wanted) <= set(allowed):
-        raise ValueError(
-            f"inputs is {inputs!r}; for a {type(model).__name__} give some of {', '.join(allowed)}, each once"
-        )
-    if missing := [name for name in family.required if name not in wanted]:
-        raise ValueError(f"inputs lacks {missing[0]!r}, without which a {type(model).__name__} has no output")
+    wanted = chosen(inputs, family.required, allowed, type(model).__name__)
     return OwnLayers(model, family.parts(model, base, wanted))
 
 
@@ -61,14 +53,10 @@ def _family(model: nn.Module) -> tuple[Family, str]:
                     "write the layers yourself, as modules that share the model's own"
                 )
             return KNOWN[known.__name__]
-    other = (
-        "write the layers yourself, as modules that share the model's own; split cuts what torch.fx follows"
-    )
-    if kind.__module__.startswith("transformers."):
-        other += ", which the forwards of most text models of transformers do not allow"
     raise ValueError(
         f"layers_of does not know a {kind.__name__}; it knows {', '.join(KNOWN)} of transformers. Otherwise "
-        f"{other}"
+        "write the layers yourself, as modules that share the model's own; split cuts what torch.fx can "
+        "follow, which few text models of transformers allow"
     )
 
 
@@ -125,9 +113,8 @@ class _Embedding(Part):
         mask = given.pop("attention_mask", None)
         return _joined(self.embed(given.pop("input_ids"), **given), () if mask is None else (mask,))
 
-    def embed(self, input_ids: Tensor, **given: Tensor) -> Tensor:
-        embedded: Tensor = self.embeddings(input_ids, **given)
-        return embedded
+    def embed(self, input_ids: Tensor, **given: Tensor) -> Any:
+        return self.embeddings(input_ids, **given)
 
 
 class _Block(Part):
@@ -162,8 +149,8 @@ class _NormAndLogits(Part):
         super().__init__(model, {"norm": norm, **head})
         self.has_head = bool(head)
 
-    def forward(self, value: Value) -> Tensor:
-        hidden: Tensor = self.norm(_parted(value)[0])
+    def forward(self, value: Value) -> Any:
+        hidden = self.norm(_parted(value)[0])
         return self.lm_head(hidden) if self.has_head else hidden
 
 
@@ -183,10 +170,9 @@ def _gpt2(model: Any, base: str, inputs: Sequence[str]) -> dict[str, Part]:
 
 
 class _Gpt2Embedding(_Embedding):
-    def embed(self, input_ids: Tensor, **_: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor, **_: Tensor) -> Any:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-        embedded: Tensor = self.drop(self.wte(input_ids) + self.wpe(positions))
-        return embedded
+        return self.drop(self.wte(input_ids) + self.wpe(positions))
 
 
 # Llama: `LlamaForCausalLM` gives logits (N, T, V), `LlamaModel` activations (N, T, d)
@@ -254,10 +240,6 @@ class _BertHead(Part):
 # makes for all of them, and the source's mask; in the decoder (y, [bias], memory, masks), where the memory is
 # the encoder's result. Source and target are embedded by the first layer, so that one table serves both; the
 # embedded target and its mask go to the decoder as portals, past the encoder.
-#
-# The memory is passed from block to block of the decoder. As a portal from the encoder's end it would be sent
-# as often, once to each stage of the decoder, and so would its gradient, which the blocks then no longer add
-# up in one order.
 
 _T5_MASKS = ("attention_mask", "decoder_attention_mask")
 
@@ -349,10 +331,9 @@ class _T5Head(Part):
         super().__init__(model, {**names, "lm_head": "lm_head"})
         self.scale = model.model_dim**-0.5 if model.config.scale_decoder_outputs else None
 
-    def forward(self, value: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, value: tuple[Tensor, ...]) -> Any:
         y = self.dropout(self.final_layer_norm(value[0]))
-        logits: Tensor = self.lm_head(y if self.scale is None else y * self.scale)
-        return logits
+        return self.lm_head(y if self.scale is None else y * self.scale)
 
 
 # ViT: `ViTForImageClassification` gives logits (N, labels), `ViTModel` activations (N, 1 + patches, d), with
@@ -362,12 +343,10 @@ class _T5Head(Part):
 def _vit(model: Any, base: str, inputs: Sequence[str]) -> dict[str, Part]:
     vit = model.get_submodule(base.rstrip("."))
     head = "classifier" if base else "pooler" if vit.pooler is not None else None
+    blocks = [f"{base}layers.{i}" for i in range(len(vit.layers))]
     return {
         f"{base}embeddings": _VitEmbedding(model, base),
-        **{
-            f"{base}layers.{i}": _VitBlock(model, {"block": f"{base}layers.{i}"})
-            for i in range(len(vit.layers))
-        },
+        **{name: _VitBlock(model, {"block": name}) for name in blocks},
         f"{base}layernorm": _VitHead(model, base, head),
     }
 
@@ -378,18 +357,14 @@ class _VitEmbedding(Part):
     def __init__(self, model: Any, base: str) -> None:
         super().__init__(model, {"embeddings": base + "embeddings"})
 
-    def forward(self, batch: Value) -> Tensor:
+    def forward(self, batch: Value) -> Any:
         images = _named(batch, ("pixel_values",))["pixel_values"]
-        embedded: Tensor = self.embeddings(
-            images.to(self.embeddings.patch_embeddings.projection.weight.dtype)
-        )
-        return embedded
+        return self.embeddings(images.to(self.embeddings.patch_embeddings.projection.weight.dtype))
 
 
 class _VitBlock(Part):
-    def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.block(hidden, None)
-        return result
+    def forward(self, hidden: Tensor) -> Any:
+        return self.block(hidden, None)
 
 
 class _VitHead(Part):
@@ -402,8 +377,7 @@ class _VitHead(Part):
     def forward(self, hidden: Tensor) -> Value:
         hidden = self.layernorm(hidden)
         if self.kind == "classifier":
-            logits: Tensor = self.classifier(hidden[:, 0, :])
-            return logits
+            return self.classifier(hidden[:, 0, :])  # type: ignore[no-any-return]
         return (hidden, self.pooler(hidden)) if self.kind == "pooler" else hidden
 
 

@@ -1,26 +1,24 @@
 """A model that is no sequence as a sequence of layers that keeps the model's names.
 
-A pipeline names its parameters after its layers. The layers of such a model have names in the model already,
-which weights are saved and loaded by; so the pipeline takes over the model's own tree of modules and calls
-the layers beside it.
+A pipeline names its parameters after its layers. The weights of such a model are saved and loaded by the
+model's names; so the pipeline takes over the model's own tree of modules and calls the layers beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from ..stage.trees import run_through
 
 
 class Part(nn.Module):
-    """One layer, made of modules from here and there in the model.
-
-    It holds them under their full names in the model, dots and all, so that its parameters are called what
-    the model calls them, and so that it is complete in itself: it can be profiled, copied and moved without
-    the rest of the model.
+    """One layer, made of modules from here and there in the model, which it holds under their full names in
+    the model, dots and all. It can be profiled, copied and moved without the rest of the model.
 
     Args:
         model: where the modules are; they are shared with it, not copied.
@@ -39,13 +37,7 @@ class Part(nn.Module):
     def hold(self, model: nn.Module, tensor: str) -> None:
         """Takes in the parameter or buffer of that name, which belongs to no module of this layer."""
         path, _, name = tensor.rpartition(".")
-        owner = model.get_submodule(path)
-        if name in owner._parameters:
-            self._parameters[tensor] = owner._parameters[name]
-        else:
-            self._buffers[tensor] = owner._buffers[name]
-            if name in owner._non_persistent_buffers_set:
-                self._non_persistent_buffers_set.add(tensor)
+        _share(model.get_submodule(path), name, self, tensor)
 
     def held(self) -> Iterable[str]:
         """Names of the parameters and buffers that belong to no module of this layer."""
@@ -53,9 +45,8 @@ class Part(nn.Module):
 
 
 class Traced(Part):
-    """A piece of a graph, its steps one after the other: takes and gives what crosses the cuts, a tensor or a
-    tuple of tensors. The steps are data, so that the layer can be copied, pickled and sent like any other; a
-    value is let go after its last use, as in the forward that the graph was made of.
+    """A piece of a graph, as the code that `fx` writes for it: takes and gives what crosses cuts, a tensor
+    or a tuple of tensors. A value is let go after its last use.
 
     Args:
         model: the model.
@@ -64,20 +55,22 @@ class Traced(Part):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        graphs: Mapping[bool, fx.Graph],
-        constants: Mapping[str, Tensor],
+        self, model: nn.Module, graphs: Mapping[bool, fx.Graph], constants: Mapping[str, Tensor]
     ) -> None:
-        nodes = [node for graph in graphs.values() for node in graph.nodes]
-        super().__init__(model, {str(n.target): str(n.target) for n in nodes if n.op == "call_module"})
+        outside = ("call_module", "get_attr")
+        nodes = [node for graph in graphs.values() for node in graph.nodes if node.op in outside]
+        names = {str(node.target): f"own_{i}" for i, node in enumerate(nodes)}  # code has no dots in a name
+        super().__init__(model, {names[str(n.target)]: str(n.target) for n in nodes if n.op == "call_module"})
         for name in dict.fromkeys([str(node.target) for node in nodes if node.op == "get_attr"]):
             if name not in constants:
                 self.hold(model, name)
         for name, tensor in constants.items():
             self._buffers[name] = tensor
             self._non_persistent_buffers_set.add(name)
-        self._programs = {mode: _program_of(graph) for mode, graph in graphs.items()}
+        self._called = {short: name for name, short in names.items()}
+        for node in nodes:
+            node.target = names[str(node.target)]
+        self._programs = {mode: _Program.of(graph) for mode, graph in graphs.items()}
         self._constants = tuple(constants)
 
     def held(self) -> Iterable[str]:
@@ -85,87 +78,39 @@ class Traced(Part):
 
     def forward(self, value: Any) -> Any:
         program = self._programs[self.training]
-        values = [value] if isinstance(value, Tensor) else list(value)
+        values = (value,) if isinstance(value, Tensor) else tuple(value)
         if len(values) != program.num_inputs:
             raise ValueError(
                 f"{len(values)} tensors came where {program.num_inputs} were expected; the first layer takes "
                 "one for each of the inputs that split was given"
             )
-        values += [None] * len(program.steps)
-        del value
-
-        def filled(part: Any) -> Any:
-            return values[part] if type(part) is _Slot else part
-
-        for result, (kind, target, arguments, keywords, done) in enumerate(program.steps, program.num_inputs):
-            given, named = _mapped(arguments, filled), _mapped(keywords, filled)
-            if kind == "call_module":
-                values[result] = self._modules[target](*given, **named)  # type: ignore[misc]
-            elif kind == "call_function":
-                values[result] = target(*given, **named)
-            elif kind == "call_method":
-                values[result] = getattr(given[0], target)(*given[1:], **named)
-            else:
-                table = self._parameters if target in self._parameters else self._buffers
-                values[result] = table[target]
-            del given, named
-            for index in done:
-                values[index] = None
-        return _mapped(program.output, filled)
+        return program.run(self, *values)
 
 
-class _Slot(int):
-    """Where a value of a program is kept: the inputs first, then what each step gives."""
+class _Program:
+    """The code of a graph, and what it calls besides torch. Programs of the same code are equal."""
 
+    def __init__(self, num_inputs: int, code: str, called: Mapping[str, Any]) -> None:
+        self.num_inputs, self._code, self._called = num_inputs, code, dict(called)
+        found = {"torch": torch, **called}
+        exec(code, found)
+        self.run: Callable[..., Any] = found["forward"]
 
-class _TracedStep(NamedTuple):
-    """One call of a traced forward: the callee, its arguments, and the slots that are freed afterwards."""
+    @classmethod
+    def of(cls, graph: fx.Graph) -> _Program:
+        written = graph.python_code("self")
+        code, known = written.src, written.globals.items()
+        called = {name: each for name, each in known if name in code and not isinstance(each, ModuleType)}
+        return cls(sum(node.op == "placeholder" for node in graph.nodes), code, called)
 
-    kind: str  # as fx calls it: call_module, call_function, call_method or get_attr
-    target: Any
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    done: tuple[int, ...]
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Program) and (self._code, self._called) == (other._code, other._called)
 
+    def __hash__(self) -> int:
+        return hash(self._code)
 
-class _Program(NamedTuple):
-    """The steps of a graph."""
-
-    num_inputs: int
-    steps: tuple[_TracedStep, ...]
-    output: Any
-
-
-def _program_of(graph: fx.Graph) -> _Program:
-    nodes = list(graph.nodes)
-    slots = {node: _Slot(i) for i, node in enumerate(nodes[:-1])}
-    last_use = {source: node for node in nodes for source in node.all_input_nodes}
-    num_inputs = sum(node.op == "placeholder" for node in nodes)
-
-    def plain(part: Any) -> Any:
-        return slots[part] if isinstance(part, fx.Node) else part
-
-    steps = []
-    for node in nodes[num_inputs:-1]:
-        done = [slots[source] for source in node.all_input_nodes if last_use[source] is node]
-        if node not in last_use:
-            done.append(slots[node])
-        arguments, keywords = _mapped(node.args, plain), _mapped(node.kwargs, plain)
-        steps.append(_TracedStep(node.op, node.target, arguments, keywords, tuple(done)))
-    return _Program(num_inputs, tuple(steps), _mapped(nodes[-1].args[0], plain))
-
-
-def _mapped(structure: Any, function: Callable[[Any], Any]) -> Any:
-    """A structure of fx in Python's own containers, with what `function` makes of its leaves."""
-    if isinstance(structure, tuple):
-        return tuple([_mapped(part, function) for part in structure])
-    if isinstance(structure, list):
-        return [_mapped(part, function) for part in structure]
-    if isinstance(structure, dict):
-        return {key: _mapped(part, function) for key, part in structure.items()}
-    if isinstance(structure, slice):
-        return slice(*[_mapped(part, function) for part in (structure.start, structure.stop, structure.step)])
-    return function(structure)
+    def __reduce__(self) -> Any:
+        return _Program, (self.num_inputs, self._code, self._called)
 
 
 class OwnLayers(nn.Module):
@@ -253,6 +198,21 @@ class OwnLayers(nn.Module):
         _take_over(owner, tree)
 
 
+def chosen(
+    inputs: Sequence[str] | None, needed: Sequence[str], allowed: Sequence[str], model: str
+) -> tuple[str, ...]:
+    """The arguments of a model's forward that a batch holds: `inputs`, or else those that are `needed`."""
+    found = tuple(needed if inputs is None else inputs)
+    if isinstance(inputs, str) or not 0 < len(set(found)) == len(found) or not set(found) <= set(allowed):
+        raise ValueError(
+            f"inputs is {inputs!r}; give the names of the arguments of {model}'s forward that a batch holds, "
+            f"in its order, each once, from: {', '.join(allowed) or 'none that has a name'}"
+        )
+    if missing := [name for name in needed if name not in found]:
+        raise ValueError(f"inputs lacks {missing[0]!r}, without which {model}'s forward cannot run")
+    return found
+
+
 def follow(parts: Sequence[Part], tree: nn.Module) -> None:
     """Makes the parts hold the tensors of `tree` after it was moved or loaded."""
     for part in parts:
@@ -299,13 +259,17 @@ def _pruned(model: nn.Module, parts: Sequence[Part]) -> nn.Module:
 def _put(tree: nn.Module, name: str, part: Part) -> None:
     """The opposite of `Part.hold`."""
     path, _, last = name.rpartition(".")
-    owner = _reach(tree, path)
-    if name in part._parameters:
-        owner._parameters[last] = part._parameters[name]
+    _share(part, name, _reach(tree, path), last)
+
+
+def _share(source: nn.Module, name: str, target: nn.Module, new_name: str) -> None:
+    """Gives the parameter or buffer `name` of one module to another one, too."""
+    if name in source._parameters:
+        target._parameters[new_name] = source._parameters[name]
     else:
-        owner._buffers[last] = part._buffers[name]
-        if name in part._non_persistent_buffers_set:
-            owner._non_persistent_buffers_set.add(last)
+        target._buffers[new_name] = source._buffers[name]
+        if name in source._non_persistent_buffers_set:
+            target._non_persistent_buffers_set.add(new_name)
 
 
 def _reach(tree: nn.Module, path: str) -> nn.Module:

@@ -1,13 +1,11 @@
 """Any module as a sequence of layers, cut where it is told to or where it balances.
 
 `torch.fx` runs the forward once on stand-ins that write down what is done with them. A module that is not
-looked into is called in the graph as it stands, with its mode, its buffers, its random numbers and whatever
-its forward decides: it can do anything. Only what lies between such modules must be the same computation for
-all inputs; so no module is looked into that cannot be, and a model is refused only where the forward that has
-to be cut does what no graph can hold. (`torch.export` would write down single operations: the modules, by
-which batch normalization, dropout and names are known, would be gone, and the mode of the moment stay.) It is
-traced twice, in training and in evaluation mode, because what it does between its modules may depend on the
-mode; a layer follows its own.
+looked into is called in the graph as it stands: it can do anything. Only what lies between such modules must
+be the same computation for all inputs; so no module is looked into that cannot be, and a model is refused
+only where the forward that has to be cut does what no graph can hold. (`torch.export` would write down single
+operations: the modules, by which batch normalization, dropout and names are known, would be gone.) It is
+traced twice, in training and in evaluation mode; a layer follows its own.
 
 What crosses a cut is what is computed before it and used behind it; a tensor that the next layer has no use
 for is passed on by it. Sizes and other numbers do not travel: they are read again, behind the cut, from a
@@ -19,20 +17,19 @@ from __future__ import annotations
 import inspect
 import operator
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..memory.profile import layer_costs
 from ..plan.partition import partition
+from ..stage.buffers import State
 from ..stage.trees import Tree
-from .parts import OwnLayers, Part, Traced
+from .parts import OwnLayers, Part, Traced, chosen
 
-Randomness = tuple[Tensor, tuple[Any, ...]]
 Call = tuple[str, int]  # a module's name in the model, and which of its calls
 
 _DESCRIBING = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
@@ -78,7 +75,9 @@ def split(
         raise ValueError("example= is for balancing, with num_layers=; at= says where the cuts are")
     names = inputs_of(model, inputs)
     opened = None if at is None else _around(model, at)
-    traces = {mode: trace(model, names, opened, mode) for mode in (True, False)}
+    traces = {mode: Tracer(model, names, opened) for mode in (True, False)}
+    for mode, tracer in traces.items():
+        tracer.run(training=mode)
     if at is not None:
         places = _named(traces, at)
     else:
@@ -164,14 +163,13 @@ def _cuttable(trace: Tracer) -> dict[Call, fx.Node]:
 
 def _layers(model: nn.Module, traces: Mapping[bool, Tracer], places: Sequence[Call]) -> OwnLayers:
     """The layers that begin at these calls; the first begins with the inputs."""
-    pieces = {mode: _Cut(found, places).pieces() for mode, found in traces.items()}
+    pieces = {mode: _pieces(found, places) for mode, found in traces.items()}
     titles = [name if call == 0 else f"{name}, call {call + 1}" for name, call in places]
     titles.insert(0, f"what comes before {titles[0]}" if titles else "the model")
     layers: dict[str, Part] = {}
     for title, both_modes in zip(titles, zip(*pieces.values(), strict=True), strict=True):
-        graphs, constants = dict[bool, fx.Graph](), dict[str, Tensor]()
-        for mode, graph in zip(pieces, both_modes, strict=True):
-            graphs[mode] = graph
+        graphs, constants = dict(zip(pieces, both_modes, strict=True)), dict[str, Tensor]()
+        for mode, graph in graphs.items():
             for node in graph.nodes:
                 if node.op == "get_attr" and node.target in traces[mode].constants:
                     constant = traces[mode].constants[node.target]
@@ -181,60 +179,54 @@ def _layers(model: nn.Module, traces: Mapping[bool, Tracer], places: Sequence[Ca
     return OwnLayers(model, layers)
 
 
-class _Cut:
-    """The graph of one mode, cut before some calls into pieces with numbers."""
+def _pieces(trace: Tracer, starts: Sequence[Call]) -> list[fx.Graph]:
+    """The graph of one mode, cut before the calls `starts`: each piece takes what the one before it gives."""
+    nodes = list(trace.graph.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    bounds = [0, *(order[trace.calls[place]] for place in starts), len(nodes)]
+    pieces = [nodes[start:stop] for start, stop in pairwise(bounds)]
+    piece_of = {node: i for i, own in enumerate(pieces) for node in own}
+    needed = [_needed(own, i, piece_of) for i, own in enumerate(pieces)]
+    crossing: list[list[fx.Node]] = [[]]  # crossing[i]: what piece i takes
+    for i in range(1, len(pieces)):
+        later = set().union(*(tensors for tensors, _ in needed[i:]))
+        crossing.append(sorted([node for node in later if piece_of[node] < i], key=order.__getitem__))
+    graphs = []
+    for i, own in enumerate(pieces):
+        graph = fx.Graph()
+        made = {node: graph.placeholder(node.name) for node in crossing[i]}
+        again = sorted(needed[i][1], key=order.__getitem__)
+        # A parameter may be read before the cut and used behind it.
+        used = [n for n in own if not _anywhere(n) or i in {piece_of[user] for user in n.users}]
+        for node in (*again, *used):
+            if node.op != "output":
+                made[node] = graph.node_copy(node, made.__getitem__)
+        if i < len(pieces) - 1:
+            given = tuple(made[node] for node in crossing[i + 1])
+            graph.output(given[0] if len(given) == 1 else given)
+        else:
+            graph.output(fx.node.map_arg(own[-1].args[0], made.__getitem__))
+        graphs.append(graph)
+    return graphs
 
-    def __init__(self, trace: Tracer, starts: Sequence[Call]) -> None:
-        nodes = list(trace.graph.nodes)
-        self._order = {node: i for i, node in enumerate(nodes)}
-        bounds = [0, *(self._order[trace.calls[place]] for place in starts), len(nodes)]
-        self._own = [nodes[start:stop] for start, stop in pairwise(bounds)]
-        self._piece_of = {node: i for i, own in enumerate(self._own) for node in own}
 
-    def pieces(self) -> list[fx.Graph]:
-        """A graph for each piece, which takes what the one before it gives."""
-        numbers = range(len(self._own))
-        needed = [self._needed(i) for i in numbers]
-        crossing: list[list[fx.Node]] = [[]]  # crossing[i]: what piece i takes
-        for i in numbers[1:]:
-            later = set().union(*(tensors for tensors, _ in needed[i:]))
-            coming = (node for node in later if self._piece_of[node] < i)
-            crossing.append(sorted(coming, key=self._order.__getitem__))
-        pieces = []
-        for i, own in enumerate(self._own):
-            graph = fx.Graph()
-            made: dict[fx.Node, fx.Node] = {}
-            for node in crossing[i]:
-                made[node] = graph.placeholder(node.name)
-            again = sorted(needed[i][1], key=self._order.__getitem__)
-            # A parameter may be read before the cut and used behind it.
-            used = [n for n in own if not _anywhere(n) or i in {self._piece_of[user] for user in n.users}]
-            for node in (*again, *used):
-                if node.op != "output":
-                    made[node] = graph.node_copy(node, made.__getitem__)
-            if i < numbers[-1]:
-                given = tuple(made[node] for node in crossing[i + 1])
-                graph.output(given[0] if len(given) == 1 else given)
-            else:
-                graph.output(fx.node.map_arg(own[-1].args[0], made.__getitem__))
-            pieces.append(graph)
-        return pieces
-
-    def _needed(self, piece: int) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Returns what a piece needs of earlier pieces: tensors to receive, and nodes to compute again."""
-        tensors: set[fx.Node] = set()
-        again: set[fx.Node] = set()
-        todo = [source for node in self._own[piece] for source in node.all_input_nodes]
-        while todo:
-            node = todo.pop()
-            if self._piece_of[node] >= piece or node in again or node in tensors:
-                continue
-            if _anywhere(node):
-                again.add(node)
-                todo += node.all_input_nodes
-            else:
-                tensors.add(node)
-        return tensors, again
+def _needed(
+    own: Sequence[fx.Node], piece: int, piece_of: Mapping[fx.Node, int]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Returns what a piece needs of earlier pieces: tensors to receive, and nodes to compute again."""
+    tensors: set[fx.Node] = set()
+    again: set[fx.Node] = set()
+    todo = [source for node in own for source in node.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if piece_of[node] >= piece or node in again or node in tensors:
+            continue
+        if _anywhere(node):
+            again.add(node)
+            todo += node.all_input_nodes
+        else:
+            tensors.add(node)
+    return tensors, again
 
 
 def _anywhere(node: fx.Node) -> bool:
@@ -251,47 +243,16 @@ def inputs_of(model: nn.Module, inputs: Sequence[str] | None) -> tuple[str, ...]
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     allowed = [name for name, parameter in parameters.items() if parameter.kind in kinds]
     needed = [name for name in allowed if parameters[name].default is inspect.Parameter.empty]
-    wanted = tuple(needed if inputs is None else inputs)
-    if isinstance(inputs, str) or not wanted or not set(wanted) <= set(allowed):
-        raise ValueError(
-            f"inputs is {inputs!r}; give the names of those arguments of {type(model).__name__}'s forward "
-            f"that a batch holds, in its order, from: {', '.join(allowed) or 'none that has a name'}"
-        )
-    if missing := [name for name in needed if name not in wanted]:
-        raise ValueError(
-            f"inputs lacks {missing[0]!r}, which {type(model).__name__}'s forward has no default for"
-        )
-    return wanted
+    return chosen(inputs, needed, allowed, type(model).__name__)
 
 
-def trace(model: nn.Module, inputs: Sequence[str], opened: Collection[str] | None, training: bool) -> Tracer:
-    """The graph of a model's forward in training or evaluation mode.
+class Tracer(fx.Tracer):
+    """A forward, written down: `graph`, and the tensors that it made out of nothing, `constants`.
 
     `opened` are the names of the modules that must be looked into; None looks into all that can be and that
     are not torch's own. `ValueError` where the model itself, or one of `opened`, does what a graph cannot
     hold.
     """
-    with in_mode(model, training):
-        tracer = Tracer(model, inputs, opened)
-        tracer.graph = tracer.run()
-    return tracer
-
-
-@contextmanager
-def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Sets all modules of the model to a mode, unless the model is in it; restores the modes at the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    if model.training is not training:
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-class Tracer(fx.Tracer):
-    """A forward, written down: `graph`, and the tensors that it made out of nothing, `constants`."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[str], opened: Collection[str] | None) -> None:
         super().__init__()
@@ -303,19 +264,26 @@ class Tracer(fx.Tracer):
         self._begun: list[tuple[str, fx.Node]] = []  # every call of a module, and what came before it
         self.calls: dict[Call, fx.Node] = {}
 
-    def run(self) -> fx.Graph:
-        before, drawn = _state(self._model), _randomness()
+    def run(self, *, training: bool) -> None:
+        """Writes down the forward in a mode of the model, which gets its own modes back."""
+        model, before = self._model, _Before(self._model)
+        modes = [(module, module.training) for module in model.modules()]
+        if model.training is not training:
+            model.train(training)
         try:
-            graph = self.trace(self._model)
-            self._check(self._model, before, drawn)
-            self._arrange(graph)
+            self.graph = self.trace(model)
+            before.check()
+            self._arrange(self.graph)
         except Exception as error:
-            _put_back(drawn)
+            before.undo()
+            why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
             raise ValueError(
-                f"the forward of {type(self._model).__name__} cannot be cut, because it does what no graph "
-                f"of it can hold: {_first_line(error)}; {REMEDY}"
+                f"the forward of {type(model).__name__} cannot be cut, because it does what no graph "
+                f"of it can hold: {why}; {REMEDY}"
             ) from error
-        return graph
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     # What fx asks
 
@@ -350,15 +318,15 @@ class Tracer(fx.Tracer):
         if self.is_leaf_module(m, name):
             return super().call_module(m, forward, args, kwargs)
         begun = len(self._begun)
-        before, drawn = _state(m), _randomness()
+        before = _Before(m)
         stack, constants = self.module_stack.copy(), dict(self.constants)
         try:
             result = super().call_module(m, forward, args, kwargs)
-            self._check(m, before, drawn)
+            before.check()
         except Exception:
-            # Whatever it is: stand-ins go through somebody else's forward, which may raise anything about
-            # them (a branch, a length, an assertion, its own checks). Such a module is called as it stands,
-            # and what is really wrong with it shows when it runs.
+            # Whatever it is: somebody else's forward may raise anything about stand-ins. Such a module is
+            # called as it stands, and what is really wrong with it shows when it runs.
+            before.undo()
             if self.opened is not None:
                 raise
             for node in reversed(self.graph.nodes):  # forget the attempt
@@ -368,8 +336,6 @@ class Tracer(fx.Tracer):
                     self.graph.erase_node(node)
             self.module_stack, self.constants = stack, constants
             del self._begun[begun:]
-            _restore(m, before)
-            _put_back(drawn)
             self._closed.add(m)
             return super().call_module(m, forward, args, kwargs)
         return result
@@ -395,18 +361,6 @@ class Tracer(fx.Tracer):
             self.calls[name, count.get(name, 0)] = nodes[start]
             count[name] = count.get(name, 0) + 1
 
-    # Whether the forward did more than to compute
-
-    def _check(self, module: nn.Module, before: dict[str, Any], drawn: Randomness) -> None:
-        after = _state(module)
-        for key in (*before, *after):
-            if not _same(before.get(key), after.get(key)):
-                _restore(module, before)
-                raise ValueError(f"it changes {type(module).__name__}'s {key.split()[-1]}")
-        now = _randomness()
-        if not torch.equal(drawn[0], now[0]) or drawn[1] != now[1]:
-            raise ValueError(f"{type(module).__name__} draws random numbers whose shape no input decides")
-
 
 def _plain(output: Any) -> Any:
     """The output; `ValueError` for containers of a class that a graph would replace by Python's own."""
@@ -415,62 +369,57 @@ def _plain(output: Any) -> Any:
             f"it gives a {type(output).__name__}, which would come back as one of Python's own; let it "
             "give a tensor, or a tuple, list or dict of tensors, such as output.logits"
         )
-    for part in (
-        output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-    ):
+    parts = list(output.values()) if isinstance(output, dict) else output
+    for part in parts if isinstance(parts, tuple | list) else ():
         _plain(part)
     return output
 
 
-def _randomness() -> Randomness:
-    """Where the generators of torch and of Python stand."""
-    return torch.get_rng_state(), random.getstate()
+class _Before:
+    """What a module's forward may change beside what it computes, as it was before: attributes, buffers, and
+    the generators of torch and of Python.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._drawn = module, (torch.get_rng_state(), random.getstate())
+        self._attributes = _attributes(module)
+        self._buffers = {
+            name: (State.of(buffer), None if buffer is None else buffer.clone())
+            for name, buffer in module._buffers.items()
+        }
+
+    def check(self) -> None:
+        """`ValueError` if the forward has changed any of it."""
+        was, now, buffers = self._attributes, _attributes(self._module), self._module._buffers
+        changed = [name for name in {**was, **now} if was.get(name) is not now.get(name)]
+        changed += [
+            name
+            for name in {**self._buffers, **buffers}
+            if name not in self._buffers or self._buffers[name][0].has_moved(buffers.get(name))
+        ]
+        kind = type(self._module).__name__
+        if changed:
+            raise ValueError(f"it changes {kind}'s {changed[0]}")
+        if not torch.equal(self._drawn[0], torch.get_rng_state()) or self._drawn[1] != random.getstate():
+            raise ValueError(f"{kind} draws random numbers whose shape no input decides")
+
+    def undo(self) -> None:
+        """Puts all of it back."""
+        attributes, buffers = vars(self._module), self._module._buffers
+        for name in _attributes(self._module).keys() - self._attributes.keys():
+            del attributes[name]
+        attributes.update(self._attributes)
+        buffers.clear()
+        for name, (state, value) in self._buffers.items():
+            buffers[name] = state.tensor
+            if state.tensor is not None and value is not None and state.has_moved(state.tensor):
+                state.tensor.copy_(value)
+        torch.set_rng_state(self._drawn[0])
+        random.setstate(self._drawn[1])
 
 
-def _put_back(state: Randomness) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-
-
-def _state(module: nn.Module) -> dict[str, Any]:
-    """The attributes and buffers of a module, to see whether a forward changes them."""
-    state = {name: value for name, value in vars(module).items() if name not in ("_buffers", "training")}
-    for name, buffer in module._buffers.items():
-        state[f"buffer {name}"] = (
-            None if buffer is None else _BufferState(buffer, buffer._version, buffer.clone())
-        )
-    return state
-
-
-class _BufferState(NamedTuple):
-    """The state of a buffer at one moment."""
-
-    tensor: Tensor
-    version: int
-    value: Tensor
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, _BufferState) and isinstance(other, _BufferState):
-        return one.tensor is other.tensor and one.version == other.version
-    return one is other
-
-
-def _restore(module: nn.Module, state: dict[str, Any]) -> None:
-    for name in [name for name in vars(module) if name not in state and name not in ("_buffers", "training")]:
-        del vars(module)[name]
-    for name, value in state.items():
-        if name.startswith("buffer "):
-            if value is not None and value.version != value.tensor._version:
-                value.tensor.copy_(value.value)
-            module._buffers[name.removeprefix("buffer ")] = None if value is None else value.tensor
-        else:
-            vars(module)[name] = value
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0].rstrip(".") if text else type(error).__name__
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in ("_buffers", "training")}
 
 
 def is_number(node: fx.Node) -> bool:

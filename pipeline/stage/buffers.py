@@ -1,28 +1,22 @@
 """Buffers that a forward changes: a recomputation sees what the forward saw, and leaves what it left.
 
-A layer may count its calls, follow an estimate or keep a vector from call to call. Under re-materialization
-it is called twice for every micro-batch, the second time when later micro-batches have moved its buffers on.
-So before a forward that will be recomputed the buffers are copied, and the recomputation works on the copies,
-which stand in their places while it runs:
+Under re-materialization a layer is called twice for every micro-batch, the second time when later
+micro-batches have moved its buffers on. So before a forward that will be recomputed the buffers are copied,
+and the recomputation works on the copies, which stand in their places while it runs:
 
     F0 sees v0, leaves v1    F1 sees v1, leaves v2    R1 on a copy of v1    R0 on a copy of v0    v2 stays
 
 A buffer is copied once for every version that it has in a step: where nothing changes it, all micro-batches
 share one copy. Versions are torch's count of in-place operations, and another tensor under the same name is
-another version. A change behind torch's back, through `.data`, is none: where it shows in the output the
-first step refuses it (`first_step`), and `Pipeline.verify` finds what begins later. Batch normalization's
-averages are left to `Statistics`.
-
-So a stage holds its buffers once more from its first forward to the end of the step, and those that change
-once for each micro-batch that waits for its recomputation, which works on one more. The memory model
-(`memory.peaks`) counts the same.
+another version. A change through `.data` is none: where it shows in the output the first step refuses it
+(`first_step`), and `Pipeline.verify` finds what begins later.
 
 Batch normalization (GPipe, section 2.2) normalizes each micro-batch by its own statistics and tracks the
-moving averages of the whole mini-batch. Stock modules instead update the averages at every forward: once per
-micro-batch, and again at every recomputation. While a stage runs, their forward is therefore redirected: the
-statistics of the micro-batch land in scratch buffers (an update with momentum 1 writes just them, at no extra
-pass over the data), are folded into the mini-batch's sufficient statistics, and reach the module's buffers
-once, at the end of the step. A recomputation takes the same path and throws its statistics away.
+moving averages of the whole mini-batch. Stock modules update the averages at every forward and recomputation.
+While a stage runs, their forward is therefore redirected: the statistics of the micro-batch land in scratch
+buffers (an update with momentum 1 writes just them, at no extra pass over the data), are folded into the
+mini-batch's, and reach the module's buffers once, at the end of the step. A recomputation throws its
+statistics away.
 """
 
 from __future__ import annotations
@@ -30,8 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -83,7 +75,7 @@ class Buffers:
             self._is_new, self.known_empty = False, not self._modules
 
     def forget(self) -> None:
-        """Looks again in the next step for buffers that are new."""
+        """Lets the next step look again for buffers that are new."""
         self._copies.clear()
         self._states.clear()
         self._is_new, self._has_looked, self.known_empty = True, False, False
@@ -213,7 +205,6 @@ class Statistics:
         refuse_unsupported(modules)
         tracked = [m for m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self.meters = [_Meter(module, self) for module in tracked]
-        self._blocks: list[_FlatStatistics] = []
         self._gather = gather
         self.recording = False
 
@@ -224,12 +215,8 @@ class Statistics:
 
     def begin(self) -> None:
         """Prepares a step: anew at first, and when the averages have moved or changed their precision."""
-        if all(m.kind == (m.scratch_mean.dtype, m.scratch_mean.device) for m in self.meters):
-            return
-        kinds: dict[tuple[torch.dtype, torch.device], list[_Meter]] = {}
         for meter in self.meters:
-            kinds.setdefault(meter.kind, []).append(meter)
-        self._blocks = [_FlatStatistics(meters, *kind) for kind, meters in kinds.items()]
+            meter.begin()
 
     def redirect(self, *, recording: bool) -> None:
         """From here to `release` the modules leave their moving averages alone; `recording` keeps the
@@ -250,33 +237,89 @@ class Statistics:
     @torch.no_grad()
     def fold(self) -> None:
         """Merges the scratch statistics into the totals."""
-        for block in self._blocks:
-            if any(meter.new_count for meter in block.meters):
-                block.fold()
+        seen = [meter for meter in self.meters if meter.new_count]
+        if seen:
+            means = [meter.scratch_mean.to(meter.mean.dtype) for meter in seen]
+            variances = [meter.scratch_var.to(meter.mean.dtype) for meter in seen]
+            squares = torch._foreach_mul(variances, [float(max(meter.new_count - 1, 0)) for meter in seen])
+            _merge(seen, means, squares, [meter.new_count for meter in seen])
+            for meter in seen:
+                meter.new_count = 0
 
     @torch.no_grad()
     def commit(self) -> None:
         """Moves the averages once, by the statistics of the whole mini-batch, and starts the next one."""
-        for block in self._blocks:
-            if self._gather is not None:  # merged in the order of the ranks: all replicas get the same bits
-                counts = torch.tensor(
-                    [meter.count for meter in block.meters], dtype=torch.float64, device=block.mean.device
-                )
-                everywhere = self._gather(torch.cat([counts, block.mean.double(), block.squares.double()]))
-                block.forget()
-                lengths = [len(counts), len(block.mean), len(block.squares)]
-                for replica in everywhere:
-                    found, mean, squares = replica.split(lengths)
-                    block.merge(mean, squares, [int(count) for count in found.tolist()])
-            if any(meter.count for meter in block.meters):
-                block.commit()
-                block.forget()
+        if self._gather is not None and self.meters:
+            self._join_replicas(self._gather)
+        seen = [meter for meter in self.meters if meter.count]
+        if seen:
+            modules = [meter.module for meter in seen]
+            counters = [m.num_batches_tracked for m in modules if m.num_batches_tracked is not None]
+            if counters:
+                torch._foreach_add_(counters, 1)
+            # An unbiased variance, as torch keeps it; of a single value there is none, so it stays 0.
+            torch._foreach_mul_(
+                [meter.squares for meter in seen], [1.0 / max(meter.count - 1, 1) for meter in seen]
+            )
+            averages, values, factors = list[Tensor](), list[Tensor](), list[float]()
+            for meter in seen:
+                factor, tracked = meter.module.momentum, meter.module.num_batches_tracked
+                if factor is None:  # the cumulative average over mini-batches
+                    assert tracked is not None
+                    factor = 1.0 / float(tracked)
+                for name, value in (("running_mean", meter.mean), ("running_var", meter.squares)):
+                    average = meter.module._buffers[name]
+                    assert average is not None
+                    averages.append(average)
+                    values.append(value.to(average.dtype))
+                    factors.append(float(factor))
+            torch._foreach_lerp_(averages, values, factors)
+        self.forget()
+
+    def _join_replicas(self, gather: Gather) -> None:
+        """Replaces what was seen here by what all replicas have seen, merged in the order of their ranks: all
+        get the same bits.
+        """
+        meters = self.meters
+        counts = torch.tensor([m.count for m in meters], dtype=torch.float64, device=meters[0].mean.device)
+        everywhere = gather(torch.cat([counts, *(m.mean for m in meters), *(m.squares for m in meters)]))
+        self.forget()
+        sizes = [len(meter.mean) for meter in meters]
+        for replica in everywhere:
+            found, *parts = replica.split([len(meters), *sizes, *sizes])
+            new_counts = [int(count) for count in found.tolist()]
+            _merge(meters, parts[: len(meters)], parts[len(meters) :], new_counts)
 
     @torch.no_grad()
     def forget(self) -> None:
         """Drops what the current mini-batch has recorded, as after an error."""
-        for block in self._blocks:
-            block.forget()
+        for meter in self.meters:
+            meter.count = meter.new_count = 0
+        if self.meters:
+            torch._foreach_zero_([total for meter in self.meters for total in (meter.mean, meter.squares)])
+
+
+def _merge(
+    meters: Sequence[_Meter],
+    means: list[Tensor],
+    squares: list[Tensor] | tuple[Tensor, ...],
+    new_counts: Sequence[int],
+) -> None:
+    """Merges means and sums of squared deviations of another sample into those of `meters`, without
+    cancellation (Chan et al. 1979).
+    """
+    counts = [meter.count for meter in meters]
+    totals = [max(a + b, 1) for a, b in zip(counts, new_counts, strict=True)]
+    own_means, own_squares = [meter.mean for meter in meters], [meter.squares for meter in meters]
+    deltas = torch._foreach_sub(means, own_means)
+    torch._foreach_add_(own_squares, squares)
+    shifts = torch._foreach_mul(deltas, deltas)
+    torch._foreach_mul_(shifts, [a * b / n for a, b, n in zip(counts, new_counts, totals, strict=True)])
+    torch._foreach_add_(own_squares, shifts)
+    torch._foreach_mul_(deltas, [b / n for b, n in zip(new_counts, totals, strict=True)])
+    torch._foreach_add_(own_means, deltas)
+    for meter, new_count in zip(meters, new_counts, strict=True):
+        meter.count += new_count
 
 
 def refuse_unsupported(modules: Iterable[nn.Module]) -> None:
@@ -295,10 +338,7 @@ def refuse_unsupported(modules: Iterable[nn.Module]) -> None:
 
 
 class _Meter:
-    """Mean and sum of squared deviations of one module's inputs, over the micro-batches seen so far.
-
-    The tensors are views of the `_FlatStatistics` that holds those of all modules.
-    """
+    """Mean and sum of squared deviations of one module's inputs, over the micro-batches seen so far."""
 
     __slots__ = ("count", "mean", "module", "new_count", "owner", "scratch_mean", "scratch_var", "squares")
 
@@ -308,12 +348,15 @@ class _Meter:
         self.new_count = 0  # values per channel whose statistics are in the scratch buffers
         self.scratch_mean = self.scratch_var = self.mean = self.squares = torch.empty(0, device="meta")
 
-    @property
-    def kind(self) -> tuple[torch.dtype, torch.device]:
-        """The averages' precision, and where they are."""
+    def begin(self) -> None:
+        """Makes the tensors anew where the averages' precision or place is another one."""
         average = self.module._buffers["running_mean"]
         assert average is not None
-        return average.dtype, average.device
+        dtype, device = average.dtype, average.device
+        if (self.scratch_mean.dtype, self.scratch_mean.device) != (dtype, device):
+            wide = torch.promote_types(dtype, torch.float32)
+            self.scratch_mean, self.scratch_var = torch.zeros(2, len(average), dtype=dtype, device=device)
+            self.mean, self.squares = torch.zeros(2, len(average), dtype=wide, device=device)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The module's own forward, with scratch buffers in place of its moving averages."""
@@ -321,106 +364,15 @@ class _Meter:
             self.owner.fold()
         module = self.module
         buffers, attributes = module._buffers, module.__dict__
-        kept = (
-            buffers["running_mean"],
-            buffers["running_var"],
-            buffers["num_batches_tracked"],
-            module.momentum,
-        )
+        kept = {name: buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
+        momentum = module.momentum
         buffers["running_mean"], buffers["running_var"] = self.scratch_mean, self.scratch_var
         buffers["num_batches_tracked"], attributes["momentum"] = None, 1.0
         try:
             output = type(module).forward(module, inputs)
         finally:
-            buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"] = kept[:3]
-            attributes["momentum"] = kept[3]
+            buffers.update(kept)
+            attributes["momentum"] = momentum
         if self.owner.recording:
             self.new_count = inputs.numel() // inputs.shape[1]
         return output
-
-
-class _FlatStatistics:
-    """The statistics of modules of one precision on one device, end to end, so that an operation on all of
-    them is one operation: there are a hundred modules in an AmoebaNet, with a few values each.
-    """
-
-    def __init__(self, meters: list[_Meter], dtype: torch.dtype, device: torch.device) -> None:
-        self.meters = meters
-        self.sizes = [meter.module.num_features for meter in meters]
-        wide = torch.promote_types(dtype, torch.float32)
-        size = sum(self.sizes)
-        self.scratch_mean, self.scratch_var = torch.zeros(2, size, dtype=dtype, device=device)
-        self.mean, self.squares = torch.zeros(2, size, dtype=wide, device=device)
-        for name in ("scratch_mean", "scratch_var", "mean", "squares"):
-            for meter, part in zip(meters, getattr(self, name).split(self.sizes), strict=True):
-                # Views count in-place changes together, so one module's change would look to autograd like
-                # one of what another has saved. `data` counts for itself.
-                setattr(meter, name, part.data)
-
-    def fold(self) -> None:
-        """Merges the scratch statistics into the totals. Those of modules that saw nothing count 0."""
-        new_counts = [meter.new_count for meter in self.meters]
-        wide = self.mean.dtype
-        # The graph has saved the scratch buffers, so they are not overwritten here.
-        new_squares = self.scratch_var.to(wide, copy=True)
-        self.weigh(new_squares, [float(max(count - 1, 0)) for count in new_counts])
-        self.merge(self.scratch_mean.to(wide), new_squares, new_counts)
-        for meter in self.meters:
-            meter.new_count = 0
-
-    def merge(self, new_mean: Tensor, new_squares: Tensor, new_counts: list[int]) -> None:
-        """Merges mean and sum of squared deviations of another sample, without cancellation (Chan et al.
-        1979).
-        """
-        counts = [meter.count for meter in self.meters]
-        totals = [max(a + b, 1) for a, b in zip(counts, new_counts, strict=True)]
-        delta = new_mean - self.mean
-        self.squares.add_(new_squares)
-        shift = delta * delta
-        self.weigh(shift, [a * b / n for a, b, n in zip(counts, new_counts, totals, strict=True)])
-        self.squares.add_(shift)
-        self.weigh(delta, [b / n for b, n in zip(new_counts, totals, strict=True)])
-        self.mean.add_(delta)
-        for meter, new_count in zip(self.meters, new_counts, strict=True):
-            meter.count += new_count
-
-    def commit(self) -> None:
-        """Moves the modules' averages by what has been seen."""
-        meters, seen = self.meters, [meter for meter in self.meters if meter.count]
-        counters = [m.module.num_batches_tracked for m in seen if m.module.num_batches_tracked is not None]
-        if counters:
-            torch._foreach_add_(counters, 1)
-        # An unbiased variance, as torch keeps it; of a single value there is none, so it stays 0.
-        self.weigh(self.squares, [1.0 / max(m.count - 1, 1) for m in meters])
-        by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-        for meter in seen:
-            factor, tracked = meter.module.momentum, meter.module.num_batches_tracked
-            if factor is None:  # the cumulative average over mini-batches
-                assert tracked is not None
-                factor = 1.0 / float(tracked)
-            averages, values = by_factor.setdefault(float(factor), ([], []))
-            for name, value in (("running_mean", meter.mean), ("running_var", meter.squares)):
-                average = meter.module._buffers[name]
-                assert average is not None
-                averages.append(average)
-                values.append(value.to(average.dtype))
-        for factor, (averages, values) in by_factor.items():
-            torch._foreach_lerp_(averages, values, factor)
-
-    def forget(self) -> None:
-        for meter in self.meters:
-            meter.count = meter.new_count = 0
-        for tensor in (self.mean, self.squares, self.scratch_mean, self.scratch_var):
-            tensor.zero_()
-
-    def weigh(self, values: Tensor, weights: list[float]) -> None:
-        """Multiplies each module's part of `values` by its weight, in place. Neighbours mostly share one."""
-        runs = [
-            (weight, list(run))
-            for weight, run in groupby(zip(weights, self.sizes, strict=True), itemgetter(0))
-        ]
-        if len(runs) == 1:
-            values.mul_(weights[0])
-        else:
-            parts = values.split([sum(size for _, size in run) for _, run in runs])
-            torch._foreach_mul_(parts, [weight for weight, _ in runs])

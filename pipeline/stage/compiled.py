@@ -2,12 +2,10 @@
 
 Not together, because each layer's random stream is set outside its code, and because a cut between any two
 layers must not change a bit. A layer is compiled whole or not at all, and always in the form that a backward
-needs: the forward of re-materialization and its recomputation are then the same program, which makes them the
-same numbers. What cannot be compiled runs as it is, with a warning that says why; so do inputs of more sizes
-than torch keeps code for; sizes with code still use it.
+needs: a forward and its recomputation are then the same program, which makes them the same numbers. What
+cannot be compiled runs as it is, with a warning; so do inputs of more sizes than torch keeps code for.
 
-`signature` tells whether two layers are the same one, so that each is compiled, or profiled, once. `repr` is
-not enough: it leaves out attributes that a module does not print. Here every attribute counts.
+`signature` tells whether two layers are the same one, so that each is compiled, or profiled, once.
 """
 
 from __future__ import annotations
@@ -74,23 +72,23 @@ class Compiled:
         )
         self._program = None if self.normalizes else _program(_kind(layer), compilation)
 
-    def __call__(self, value: Any, **constants: Any) -> Any:
-        """Calls the layer. Without a graph, result tensors that would need a gradient are still marked so;
-        the next layer then runs the same program as with one.
+    def __call__(self, value: Any) -> Any:
+        """Calls the layer. Without a graph, result tensors that would need a gradient are still marked so:
+        the next layer then runs the same program.
         """
         if torch.is_grad_enabled():
-            return self._run(value, constants)
+            return self._run(value)
         with torch.enable_grad():
-            output = self._run(pytree.tree_map_only(Tensor, _enter, value), constants)
+            output = self._run(pytree.tree_map_only(Tensor, _enter, value))
         return pytree.tree_map_only(Tensor, _cut_off, output)
 
-    def _run(self, value: Any, constants: dict[str, Any]) -> Any:
+    def _run(self, value: Any) -> Any:
         program = self._program
         if program is None:
-            return self.layer(value, **constants)
+            return self.layer(value)
         try:
             with torch.compiler.set_stance("eager_on_recompile") if program.is_full else nullcontext():
-                return program.call(self.layer, value, constants)
+                return program.call(self.layer, value)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             program.is_full = True
             if not _CompiledCall.has_warned:
@@ -102,13 +100,13 @@ class Compiled:
                     "sizes, or raise torch._dynamo.config.recompile_limit",
                     stacklevel=2,
                 )
-            return self._run(value, constants)
+            return self._run(value)
         except torch._dynamo.exc.TorchDynamoException as error:
             if self._must:
                 raise
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         self._program = None
-        output = self.layer(value, **constants)  # raises what the layer itself has to say
+        output = self.layer(value)  # raises what the layer itself has to say
         warnings.warn(
             f"not compiled: layer {self.index} ({type(self.layer).__name__}) runs as it is, because torch "
             f"cannot compile it whole: {reason}",
@@ -118,7 +116,7 @@ class Compiled:
 
 
 def _enter(tensor: Tensor) -> Tensor:
-    """A non-leaf start of a graph, which a layer may modify in place."""
+    """The tensor as a stage's input enters a graph: a layer may modify it in place."""
     return enter(tensor, [None], 0) if tensor.requires_grad else tensor
 
 
@@ -132,24 +130,21 @@ def _cut_off(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
-def _call_layer(layer: nn.Module, value: Any, constants: dict[str, Any]) -> Any:
-    return layer(value, **constants)
+def _call_layer(layer: nn.Module, value: Any) -> Any:
+    return layer(value)
 
 
 def _kind(layer: nn.Module) -> int:
-    """Returns a number that is equal for layers that compile to the same program. It may be equal for others
-    by chance; torch tells those apart. It is a hash, as compared objects would live as long as the program.
+    """Returns a number that is equal for layers that compile to the same program. Where it is equal for
+    others by chance, torch tells them apart.
     """
     devices = tuple([tensor.device for tensor in (*layer.parameters(), *layer.buffers())])
     return hash((signature(layer), devices))
 
 
 class _CompiledCall:
-    """A compiled call for all layers of a kind.
-
-    Torch keeps the forms that it compiled (sizes, modes) with the code of a function, a few at most, so each
-    kind has code of its own. Once `is_full`, compiled forms stay in use and all else runs eagerly, so a
-    forward and its recomputation choose alike.
+    """A compiled call for all layers of a kind. Torch keeps a few forms (sizes, modes) with the code of a
+    function, so each kind has code of its own. Once `is_full`, all other forms run eagerly.
     """
 
     has_warned = False  # once in a process: where one layer comes with too many sizes, others do
@@ -157,7 +152,7 @@ class _CompiledCall:
     def __init__(self, number: int, compilation: Compilation) -> None:
         code = _call_layer.__code__.replace(co_name=f"layer_{number}")
         self.is_full = False
-        self.call: Callable[[nn.Module, Any, dict[str, Any]], Any] = torch.compile(
+        self.call: Callable[[nn.Module, Any], Any] = torch.compile(
             FunctionType(code, _call_layer.__globals__),
             fullgraph=compilation.fullgraph is not False,
             dynamic=compilation.dynamic,
@@ -175,10 +170,8 @@ _BASE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def signature(layer: nn.Module) -> object:
-    """A hashable value that is equal for layers of the same configuration.
-
-    Made of each submodule's type, attributes and tensor shapes; an attribute that cannot be compared by value
-    makes layers differ: at worst, one is compiled twice.
+    """A hashable value that is equal for layers of the same configuration: each submodule's type, attributes
+    and tensor shapes. An attribute that cannot be compared by value makes layers differ.
     """
     return tuple(
         (

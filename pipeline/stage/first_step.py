@@ -1,10 +1,9 @@
 """Looks, in the first step alone, for what a cut or a recomputation cannot carry, and refuses it there.
 
 A recomputation calls the layers of a stage once more. What they leave in attributes, do to parameters or add
-to gradients would happen twice, and what they then find may be another thing than the forward found. A cut
-passes on tensors by their numbers. In a step of which nothing is known yet, forwards and recomputations are
-therefore compared: by sums, which take no memory. Later steps know nothing of this; what begins later, or
-shows nowhere here, `Pipeline.verify` finds.
+to gradients would happen twice, and what they then find may be another thing than the forward found. In a
+step of which nothing is known yet, forwards and recomputations are therefore compared: by sums, which take no
+memory. What begins later, or shows nowhere here, `Pipeline.verify` finds.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .buffers import State
 from .trees import Tree, tensors_of
 
 # How far sums of a forward and its recomputation may be apart: without a graph torch takes other kernels.
@@ -38,7 +38,7 @@ class FirstStep:
         self._outputs: dict[int, tuple[Sums, ...]] = {}  # of forwards that will be recomputed
         self._trained: list[nn.Parameter] = []
         self._before: list[tuple[Sums, ...]] | None = None  # sums of parameters before the first forward
-        self._gradients: list[tuple[Tensor | None, int]] = []  # and what was in `.grad` before the latest
+        self._gradients: list[State] = []  # of their `.grad`, before the latest forward
         self._found: Mapping[tuple[int, str, str], object] = {}  # in attributes, before a recomputation
         self._shares_target = self._has_warned = False
 
@@ -54,7 +54,7 @@ class FirstStep:
         self._trained = [p for layer in self._layers for p in layer.parameters() if _has_values(p)]
         if self._before is None:
             self._before = [sums([p]) for p in self._trained]
-        self._gradients = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self._trained]
+        self._gradients = [State.of(p.grad) for p in self._trained]
 
     def after_forward(self, m: int, outputs: Sequence[Tensor], *, graph: bool) -> None:
         """Runs right after a forward; `outputs` are those of the stage, or the loss."""
@@ -66,8 +66,7 @@ class FirstStep:
         self._before = []  # of the first forward alone: it is a pass over all parameters
         if graph:
             return
-        now = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self._trained]
-        if any(a is not b or i != k for (a, i), (b, k) in zip(self._gradients, now, strict=True)):
+        if any(was.has_moved(p.grad) for was, p in zip(self._gradients, self._trained, strict=True)):
             raise RuntimeError(
                 f"a layer of stage {self._stage} gives parameters a gradient in its forward, which its "
                 "recomputation would add once more; use torch.autograd.grad there, or remat='never'"
@@ -90,9 +89,9 @@ class FirstStep:
                 why = (
                     f"{self._named(changed[0])} changes in each forward"
                     if changed
-                    else "a layer goes by something that has changed since, such as an object, a list, a "
-                    "tensor of shared or a buffer that changes by .data, or draws random numbers that are "
-                    "not of torch's default generators, or asks whether gradients are enabled"
+                    else "a layer goes by something that has changed since, such as an object, a list or a "
+                    "buffer that changes by .data, or draws random numbers that are not of torch's default "
+                    "generators, or asks whether gradients are enabled"
                 )
                 raise RuntimeError(
                     f"stage {self._stage} gives another output in the recomputation of micro-batch {m} than "

@@ -2,18 +2,14 @@
 
 A layer draws random numbers, changes the averages of batch normalization and meets autocast's cache of casts
 as a side effect of being called, and a pipeline calls it more often and in another order than the plain model
-does. Every action needs the same setup around such a call, forward or backward. It is written once, here, so
-that a stage's actions only deal with what the stage keeps.
+does. The setup around such calls, forward or backward, is written once, here.
 
 There is one random stream per (seed, step, layer, micro-batch). Random layers draw from the process's default
-generator, so their masks depend on everything that drew before them: on K, on the order of the micro-batches,
-and on whether a forward is the first or a recomputation. The usual remedy saves and restores generator
-states. Here the generator is instead seeded before each layer that may draw, with a key made from the four
-counters. The same layer then sees the same stream for the same micro-batch wherever and whenever it runs,
-nothing has to be saved for the recomputation, and the plain model can be given the very same draws
-(`run_plain`).
-
-The CPU generator uses the low 32 bits of a key, the CUDA generator all 64.
+generator, so their masks would depend on everything that drew before them. So the generator is seeded before
+each layer that may draw, with a key made from the four counters. The same layer then sees the same stream for
+the same micro-batch wherever and whenever it runs, nothing has to be saved for the recomputation, and the
+plain model can be given the very same draws (`run_plain`). The CPU generator uses the low 32 bits of a key,
+the CUDA generator all 64.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from .. import devices
 from ..devices import Mark, Transfers
 from .buffers import Statistics
 from .compiled import Compilation, compile_layers, without_graph
-from .trees import Carried, Structure, Tree, flatten, unflatten
+from .trees import Portals, Structure, Tree, flatten, unflatten
 
 Result = TypeVar("Result")
 Batch = TypeVar("Batch", bound=Tree | None)  # None: there is no target
@@ -40,10 +36,9 @@ LossFn = Callable[..., Tensor]  # (output, target) -> mean loss over the example
 class LayerRunner:
     """Consecutive layers of the model, and the loss behind the last of them, on one device.
 
-    `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are; `first_microbatch` is micro-batch 0's number among those of all
-    replicas; it keys the streams too. `statistics`: batch-norm averages. With a `compilation` the layers are
-    compiled (`compiled`). `portals` are those of layers that stash or pop.
+    `seed`, `first_layer` (the index of `layers[0]` in the whole model) and `first_microbatch` (the number of
+    micro-batch 0 among those of all replicas) key the random streams. `statistics`: batch-norm averages. With
+    a `compilation` the layers are compiled (`compiled`). `portals` are those of each layer.
     """
 
     def __init__(
@@ -55,15 +50,19 @@ class LayerRunner:
         seed: int,
         statistics: Statistics,
         compilation: Compilation | None = None,
-        portals: Carried | None = None,
+        portals: Sequence[Portals] = (),
         first_microbatch: int = 0,
     ) -> None:
         self.layers, self.first_layer, self._first_microbatch = layers, first_layer, first_microbatch
         self.device, self.seed, self.statistics = device, seed, statistics
         self._normalizes = bool(statistics.meters)
         self._generators = Generators(device)
-        self._compiled = None if compilation is None else compile_layers(layers, first_layer, compilation)
-        self._portals = portals
+        self._is_compiled = compilation is not None
+        self._layers: list[Callable[..., Any]] = [*layers]  # as they are called
+        if compilation is not None:
+            self._layers = [*compile_layers(layers, first_layer, compilation)]
+        if portals:
+            self._layers = [each.around(layer) for each, layer in zip(portals, self._layers, strict=True)]
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
         # Each layer, and its stream's key (None: draws nothing).
@@ -71,43 +70,30 @@ class LayerRunner:
         self._loss_key: int | None = None  # None: draws nothing
         self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
-        self._autocast = self.surrounds = False  # `surrounds`: a backward needs `in_backward`
+        self._autocast = False
 
-    def begin(
-        self,
-        step: int,
-        targets: Sequence[Tree | None] | Arriving,
-        loss_fn: LossFn | None,
-    ) -> None:
+    def begin(self, step: int, targets: Sequence[Tree | None] | Arriving, loss_fn: LossFn | None) -> None:
         """Prepares step number `step`, which keys the random streams, under the current autocast."""
         self._targets, self._loss_fn = targets, loss_fn
-        calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
-        if self._portals is not None:
-            calls = [self._portals.around(i, call) for i, call in enumerate(calls)]
         place, found = self.first_layer, []
-        for layer, call in zip(self.layers, calls, strict=True):
+        for layer, call in zip(self.layers, self._layers, strict=True):
             # Each step, since hooks may change.
             found.append((call, layer_key(self.seed, step, place) if may_draw(layer) else None))
             place += 1
         self._calls = found
-        if self._portals is not None:
-            self._calls = [(self._portals.enter, None), *found, (self._portals.leave, None)]
         draws = targets != () and loss_fn is not None and may_draw(loss_fn)
         self._loss_key = layer_key(self.seed, step, place) if draws else None
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
-        self.surrounds = self._normalizes or self._autocast
 
     def release(self) -> None:
         """Lets go of what belongs to the user: the targets and the loss."""
         self._targets, self._loss_fn = (), None
-        if self._portals is not None:
-            self._portals.drop()
 
     def run(self, m: int, value: Tree, *, recording: bool) -> Tree:
         """The layers in order, each with its own random stream; the user's generators are given back
         untouched.
         """
-        if self._compiled is not None:
+        if self._is_compiled:
             value = self._as_in_a_graph(value)
         generators = self._generators.all
         states: list[Tensor] = []  # of the generators, as the user left them
@@ -132,7 +118,7 @@ class LayerRunner:
                 self.statistics.release()
             if forget_casts:
                 torch.clear_autocast_cache()
-        if self._compiled is not None and self.entering is None:
+        if self._is_compiled and self.entering is None:
             value = without_graph(value)
         return value
 
@@ -161,9 +147,8 @@ class LayerRunner:
             finally:
                 self._generators.restore(states)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = (
-                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            )
+            is_tensor = isinstance(loss, Tensor)
+            got = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
             raise ValueError(
                 f"loss_fn returned {got}; it must return the mean over the examples, a single number"
             )
@@ -188,10 +173,8 @@ class LayerRunner:
 class Arriving:
     """The mini-batch or its targets on their way to `device`; taking a micro-batch makes the device wait.
 
-    Copying a micro-batch when its forward begins would block the host, which could enqueue more work. So all
-    are sent when the step begins, one after another beside what the device computes, and each is waited for
-    by the device where it is first used. With `once`, a taken micro-batch is forgotten here; its taker keeps
-    it.
+    All are sent when the step begins, one after another beside what the device computes, and each is waited
+    for by the device where it is first used. With `once`, a taken micro-batch is forgotten here.
     """
 
     def __init__(
@@ -235,12 +218,7 @@ def mix(value: int) -> int:
 
 def layer_key(seed: int, step: int, layer: int) -> int:
     """The part of a stream's key that all micro-batches share."""
-    return mix(_step_key(seed, step) ^ layer)
-
-
-@lru_cache(maxsize=16)
-def _step_key(seed: int, step: int) -> int:
-    return mix(mix(seed & _MASK) ^ step)
+    return mix(mix(mix(seed & _MASK) ^ step) ^ layer)
 
 
 def stream_key(seed: int, step: int, layer: int, microbatch: int) -> int:
@@ -262,10 +240,8 @@ _RANDOM_KINDS = (
 
 
 def may_draw(layer: Callable[..., Any]) -> bool:
-    """Whether a layer or a loss as it is now may draw random numbers, in any mode and with any probability.
-
-    False only for the losses of `torch.nn.functional`, and for modules made of `torch.nn` classes that cannot
-    draw and have no hooks; any other forward could call anything.
+    """Whether a layer or a loss as it is now may draw random numbers. False only for the losses of
+    `torch.nn.functional`, and for modules made of `torch.nn` classes that cannot draw and have no hooks.
     """
     if not isinstance(layer, nn.Module):
         name = getattr(layer, "__name__", "")
@@ -291,9 +267,7 @@ def _kind_may_draw(kind: Any) -> bool:
 
 
 class Generators:
-    """The default generators that a layer on `device` may draw from: the CPU's and, of an accelerator,
-    its own.
-    """
+    """The default generators that a layer on `device` may draw from: the CPU's and an accelerator's own."""
 
     def __init__(self, device: torch.device) -> None:
         self.all = [torch.default_generator]
@@ -306,7 +280,7 @@ class Generators:
             generator.manual_seed(key)
 
     def save(self) -> list[Tensor]:
-        """The states of the generators, to be restored after the engine has used them."""
+        """The states of the generators, for `restore`."""
         return [generator.get_state() for generator in self.all]
 
     def restore(self, states: Iterable[Tensor]) -> None:
@@ -324,17 +298,15 @@ def run_plain(
     microbatch: int,
     device: torch.device | str = "cpu",
 ) -> Tree:
-    """The plain model on one micro-batch with the draws a pipeline makes in its step number `step`.
-
-    `step` counts the pipeline's training steps from 0. The default generators are left as they were.
+    """The plain model on one micro-batch with the draws a pipeline makes in training step number `step`, from
+    0. The default generators are left as they were.
     """
     generators = Generators(torch.device(device))
     states = generators.save()
     try:
-        value = inputs
         for index, layer in enumerate(layers):
             generators.seed(stream_key(seed, step, index, microbatch))
-            value = layer(value)
-        return value
+            inputs = layer(inputs)
+        return inputs
     finally:
         generators.restore(states)

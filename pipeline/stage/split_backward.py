@@ -1,21 +1,18 @@
 """The two halves of a backward: I computes what the stage before waits for, W what only the optimizer needs.
 
 I passes through the graph once, and the graph is free afterwards. On the way it catches the gradients at the
-operations whose weights can wait (`KINDS`) and leaves these weights out; W does the same products that a
-whole backward would have done there, and gives them to the engine at the weights' edges. What is not known
-well enough, or is a sum over several uses of a weight, is computed in I and added in W. So together they do a
-backward's work, and hand the engine the same numbers in the same order: the gradients are the same bits.
+operations whose weights can wait (`KINDS`) and leaves these weights out; W does the products that a whole
+backward would have done there, and gives them to the engine at the weights' edges. What is of no such kind,
+or is a sum over several uses of a weight, is computed in I and added in W. So the engine gets the same
+numbers in the same order: the gradients are the same bits.
 
     x --linear--> a --norm--> b --linear--> y      I  gradients of b, a and x; those of y and a are caught for
           |            |           |                  W, those of the norm's weights come with a's
         weight       weight      weight            W  gradients of the linear weights; all are accumulated
 
-Parameters change in W alone, with their hooks, in the order in which the micro-batches take W.
-
-The gradient of a weight needs one input of its operation and the gradient of its output, and nothing needs it
-before the optimizer. A kind of node is known here if torch computes the gradient of its weight apart from
-that of its input, by the same formula. The rest is not worth it: batch and layer normalization get theirs
-from the pass over the activations that the gradient of the input takes anyway.
+Parameters change in W alone, with their hooks. A kind of node is known here if torch computes the gradient
+of its weight apart from that of its input, by the same formula; normalizations get theirs from the pass that
+the gradient of the input takes anyway.
 """
 
 from __future__ import annotations
@@ -52,10 +49,9 @@ run_engine: Callable[..., tuple[Tensor | None, ...]] = partial(
 
 
 class Split:
-    """The graph of a micro-batch, looked through for what I computes and what W does.
-
-    `whole` says that it cannot be split at all: a layer is checkpointed in the reentrant way, whose backward
-    runs an engine of its own.
+    """The graph of a micro-batch, looked through for what I computes and what W does. It is `whole`, and
+    cannot be split, where a layer is checkpointed in the reentrant way: its backward runs an engine of its
+    own.
     """
 
     __slots__ = ("_entries", "_rest", "_waiting", "whole")
@@ -107,8 +103,8 @@ class Split:
 
         The graph is free afterwards.
         """
-        # The engine goes where somebody asked, and shows a gradient there before the tensor's hooks have had
-        # their say if it goes on; so where it goes on in any case, a hook behind them catches it.
+        # Where the engine goes on, it would show a gradient before the tensor's hooks have run; there a hook
+        # behind them catches it.
         last: list[Waiting] = []
         asked: list[Any] = []
         for node, waiting in self._waiting:
@@ -202,9 +198,8 @@ class Waiting:
 
 
 def _entrance(edge: GradientEdge) -> GradientEdge:
-    """The edge, such that a gradient new from its formula can become a parameter's `.grad` without a copy.
-
-    Autograd does not allow that while a caller holds the tensor itself; it does for a view of the tensor.
+    """The edge, such that a gradient new from its formula can become a parameter's `.grad` without a copy:
+    autograd makes one while a caller holds the tensor itself, but not for a view of the tensor.
     """
     if type(edge.node).__name__ != LEAF:
         return edge
@@ -274,8 +269,7 @@ class Operation(NamedTuple):
 
 def _saved(node: Any, name: str) -> Tensor | None:
     """Returns a tensor that a node saved, without the graph; None if there is none, or none that can be held.
-
-    Behind a hook a saved tensor may not exist: a checkpoint would compute it, at every look.
+    Behind a hook a saved tensor may not exist: a checkpoint would compute it at every look.
     """
     if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:
         return None
@@ -285,29 +279,22 @@ def _saved(node: Any, name: str) -> Tensor | None:
     return tensor.detach()
 
 
-def _right_factor(node: Any, left: Tensor) -> Callable[[Tensor], Tensor]:
-    """The gradient of the right factor of a matrix product, laid out like the factor, as torch does it."""
+def _matrix_product(name: str, node: Any, bias: bool) -> tuple[tuple[Tensor, ...], Formula] | None:
+    """Of mm and addmm, which save their left factor as `name`. The gradient of the right factor is laid out
+    like the factor, as torch does it.
+    """
+    left = _saved(node, name)
+    if left is None or getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
+        return None
     (rows, _), (down, across) = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
-    if down == 1 and across == rows:
-        return lambda gradient: gradient.t().mm(left).t()
-    return lambda gradient: left.t().mm(gradient)
+    is_transposed = down == 1 and across == rows
 
+    def formula(gradient: Tensor) -> tuple[Tensor, ...]:
+        found = gradient.t().mm(left).t() if is_transposed else left.t().mm(gradient)
+        # The engine sums a gradient over the dimensions along which its tensor was expanded.
+        return (found, gradient) if bias else (found,)
 
-def _addmm(node: Any, bias: bool) -> tuple[tuple[Tensor, ...], Formula] | None:
-    left = _saved(node, "mat1")
-    if left is None or node._saved_alpha != 1 or node._saved_beta != 1:
-        return None
-    weight = _right_factor(node, left)
-    # The engine sums a gradient over the dimensions along which its tensor was expanded.
-    return (left,), (lambda gradient: (weight(gradient), gradient)) if bias else lambda g: (weight(g),)
-
-
-def _mm(node: Any, bias: bool) -> tuple[tuple[Tensor, ...], Formula] | None:
-    left = _saved(node, "self")
-    if left is None:
-        return None
-    weight = _right_factor(node, left)
-    return (left,), lambda gradient: (weight(gradient),)
+    return (left,), formula
 
 
 def _bmm(node: Any, bias: bool) -> tuple[tuple[Tensor, ...], Formula] | None:
@@ -347,15 +334,15 @@ def _embedding(node: Any, bias: bool) -> tuple[tuple[Tensor, ...], Formula] | No
 
 
 KINDS: dict[str, Operation] = {
-    "AddmmBackward0": Operation(weight=2, bias=0, prepare=_addmm),
-    "MmBackward0": Operation(weight=1, bias=None, prepare=_mm),
+    "AddmmBackward0": Operation(weight=2, bias=0, prepare=partial(_matrix_product, "mat1")),
+    "MmBackward0": Operation(weight=1, bias=None, prepare=partial(_matrix_product, "self")),
     "BmmBackward0": Operation(weight=1, bias=None, prepare=_bmm),
     "ConvolutionBackward0": Operation(weight=1, bias=2, prepare=_convolution),
     "EmbeddingBackward0": Operation(weight=0, bias=None, prepare=_embedding),
 }
 
 # What may stand between a parameter and the operation that it is the weight of: other shapes, copies and
-# autocast's casts. They save no tensors, so they can wait as they are; the engine passes them when W comes.
+# autocast's casts. They save no tensors; the engine passes them when W comes.
 PASSAGES = frozenset(
     f"{name}Backward0"
     for name in (

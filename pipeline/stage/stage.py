@@ -1,15 +1,14 @@
 """One stage: what it does with a micro-batch, and exactly what it keeps in between.
 
-`torch.utils.checkpoint` ties the recomputation to the arrival of the gradient, because it runs inside the
-backward. Here the graph is a value that the stage holds: `recompute` builds it whenever the schedule says so,
-`backward` consumes it. Between actions a stage holds, per micro-batch, either its boundary inputs
-(re-materialization) or its graph (`tensors.MicrobatchState`); how the layers are called is the same in all
-actions (`layers`).
+`torch.utils.checkpoint` recomputes inside the backward, when the gradient has arrived. Here the graph is a
+value that the stage holds: `recompute` builds it whenever the schedule says so, `backward` consumes it.
+Between actions a stage holds, per micro-batch, either its boundary inputs (re-materialization) or its graph
+(`tensors.MicrobatchState`).
 
 Which outputs need a gradient and which inputs are overwritten shows only when the layers run, so it is found
 in the first step of a kind and forgotten when another parameter is trained or a layer changes its mode. A
-micro-batch's share of the examples and the scale of gradients enter where its backward begins and nowhere
-else, so that no pass over the gradients follows, micro-batches may be uneven and steps add up.
+micro-batch's share of the examples and the scale of gradients enter where its backward begins, so that no
+pass over the gradients follows, micro-batches may be uneven and steps add up.
 """
 
 from __future__ import annotations
@@ -34,21 +33,18 @@ from .first_step import FirstStep
 from .layers import Arriving, LayerRunner, LossFn, deliver
 from .split_backward import Split, Weights, run_engine
 from .tensors import ENTRY, MicrobatchState, is_divided, overlapping, separate
-from .trees import Carried, Message, Tree, flatten, unflatten, version
+from .trees import Message, Portals, Tree, flatten, unflatten, version
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()
 _VERSION = attrgetter("_version")
-_MOST_SEEDS = 16  # shares of micro-batches whose gradients of the loss are kept
 
 
 class Reduction:
     """Joins the gradients of one stage with those of other processes.
 
-    In a training step the engine calls `begin`, then `before` and `after` around every action that runs
-    backward (B, or I and W), then `finish`. A pass of forwards alone ends with `evaluated`, and a step or a
-    pass that fails ends with `reset`. Parameters get gradients in B and W, and in I where a graph cannot be
-    split.
+    In a training step the engine calls `begin`, then `before` and `after` around every B, I and W, then
+    `finish`. Parameters get gradients in B and W, and in I where a graph cannot be split.
     """
 
     def begin(self) -> None:
@@ -63,24 +59,22 @@ class Reduction:
         """Runs right after an action, before its gradients are sent. Must not wait for other processes."""
 
     def finish(self) -> None:
-        """Ends the step on this process: waits for the others, after which the optimizer may use `.grad`."""
+        """Waits for the other processes; then the optimizer may use `.grad`."""
 
     def evaluated(self) -> None:
         """A pass of forwards alone is over."""
 
     def reset(self) -> None:
-        """Drops the state of the step, after an error."""
+        """A step or a pass has failed."""
 
 
 class Stage:
     """Consecutive layers of the model on one device, and the actions of a schedule on them.
 
-    `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are. `gather` is passed to `buffers.Statistics`. `compilation` is
-    for layers that shall be compiled; `portals` are those of the layers, `tied` are
-    weights that other stages use, too. `first_microbatch` is the number of micro-batch 0 among those of all
-    replicas, which keys the random streams, too. `reduction` makes the `Reduction` of this stage. `elsewhere`
-    is called with each parameter that is of no layer here, and raises if another process trains it.
+    `first_layer`, `seed`, `compilation`, `portals` and `first_microbatch` are as for `layers.LayerRunner`,
+    `gather` as for `buffers.Statistics`. `tied` are weights that other stages use, too. `reduction` makes the
+    `Reduction` of this stage. `elsewhere` is called with each parameter that is of no layer here, and raises
+    if another process trains it.
     """
 
     def __init__(
@@ -94,7 +88,7 @@ class Stage:
         seed: int = 0,
         gather: Gather | None = None,
         compilation: Compilation | None = None,
-        portals: Carried | None = None,
+        portals: Sequence[Portals] = (),
         tied: Collection[nn.Parameter] = (),
         first_microbatch: int = 0,
         reduction: Callable[[Any], Reduction] | None = None,
@@ -115,8 +109,8 @@ class Stage:
             compilation=compilation, first_microbatch=first_microbatch, portals=portals,
         )  # fmt: skip
         self._tied, self._places = frozenset(tied), range(first_layer, first_layer + len(self.layers))
-        # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite. F
-        # and R each work on a copy of these, one more input while F runs, and from R to B.
+        # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite, so
+        # that F and R work on copies of these.
         self._needs_grad: dict[Hashable, tuple[bool, ...]] = {}
         self._overwritten: dict[Hashable, tuple[int, ...]] = {}
         self._found_for: tuple[tuple[bool, ...], ...] = ()  # what is trained, and the layers' modes
@@ -131,7 +125,6 @@ class Stage:
         self._losses: list[Tensor] = []  # of the micro-batches, each times its share
         self._shares: Sequence[float] = ()
         self._scaler: torch.amp.GradScaler | None = None
-        self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}  # gradients of losses
         self.look(None)
         self.reduction = None if reduction is None else reduction(self)
         self._last: tuple[Kind, int] | None = None  # the action that gives parameters their last gradients
@@ -177,18 +170,17 @@ class Stage:
             self.first = FirstStep(self.index, self.layers, self._places.start)
         arriving = deliver(targets, self.device, self._transfers, "the target") if targets else ()
         self._runner.begin(step, arriving, loss_fn)
-        self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
+        self.look_for_first_gradients()
 
     def look(self, loss_fn: LossFn | None) -> None:
         """Finds the parameters of the layers, and of a loss that is a module. If other parameters are trained
         than before, or a layer has changed its mode, what was found out about the layers is forgotten.
 
-        A step calls it when it begins; a reduction over processes calls it earlier, because it has to know
-        the parameters before it begins itself. `ValueError` for a model that was moved.
+        `ValueError` for a model that was moved.
         """
         if self.is_last and loss_fn is not None:  # there is none where nothing is trained
             self._loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
-        # In the order of `Module.parameters`, which takes five times as long.
+        # `Module.parameters` takes five times as long.
         found: dict[nn.Parameter | None, None] = {}
         todo: list[nn.Module | None] = [self._loss_module, *reversed(self.layers)]
         seen: set[nn.Module | None] = {None}
@@ -211,13 +203,11 @@ class Stage:
         )
         if now != self._found_for:
             self._found_for = now
-            self._needs_grad.clear()
-            self._overwritten.clear()
-            self._buffers.forget()
+            self._forget()
 
     def look_for_first_gradients(self) -> None:
-        """Notes which of the layers' parameters have no gradient yet: the first one may have to be copied.
-        Sharding replaces the parameters during a step, and calls this again before the first backward.
+        """Notes which parameters have no gradient yet: the first one may have to be copied. Sharding, which
+        replaces the parameters during a step, calls this again before the first backward.
         """
         self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
 
@@ -230,17 +220,13 @@ class Stage:
         self._needs_grad, self._overwritten = found
 
     def refresh(self) -> None:
-        """Forgets which outputs need a gradient and which inputs are overwritten; the next step finds out."""
-        self._needs_grad.clear()
-        self._overwritten.clear()
+        """Forgets what was found out about the layers; the next step finds out."""
+        self._forget()
         self._seen.clear()
-        self._buffers.forget()
         self._is_new = self.reduction is not None or self._refuse_elsewhere is not None
 
     def finish(self, *, complete: bool = True) -> None:
-        """Ends a step: the moving averages of batch normalization move once. One that failed is not
-        `complete`, and everything that it holds is dropped.
-        """
+        """Ends a step; one that failed is not `complete`, and what it has found is dropped."""
         if self.statistics.meters:
             self.statistics.commit() if complete else self.statistics.forget()
         if not self._buffers.known_empty:
@@ -402,10 +388,11 @@ class Stage:
             self.first.after_recomputation(m, tensors)
 
     def backward(self, m: int, gradients: Gradients, kind: Kind = Kind.B) -> Gradients:
-        """B: gradients of the outputs in, parameter gradients accumulated, gradients of the inputs out.
+        """B: gradients of the outputs in, parameter gradients accumulated, gradients of the inputs out. Of I,
+        by `kind`, what the weights need stays for W; where a graph cannot be split, I is all of B.
 
         The last stage takes none in; it starts from its loss. Inputs, graph and gradients are dropped at
-        once. It is I, by `kind`, where that cannot be split.
+        once.
         """
         if self._is_new:
             self._look_through(m)
@@ -416,41 +403,17 @@ class Stage:
         exits = state.exits or [None] * len(state.needs_grad)
         inputs = state.inputs  # alive until the backward is over, as the memory model has it
         del state, gradients
-        if roots:
-            if self._runner.surrounds:
-                self._runner.in_backward(run_engine, roots, seeds)
-            else:
-                run_engine(roots, seeds)
+        split = Split(roots, ENTRY) if kind is Kind.I else None
+        if split is not None and not split.whole:
+            if roots:
+                self._weights[m] = self._runner.in_backward(split.inputs, roots, seeds, exits)
+        elif roots:
+            self._runner.in_backward(run_engine, roots, seeds)
             if self._without_grad:
                 self._without_grad = separate(self._without_grad, (*seeds, *exits))
-        del inputs, roots, seeds
-        if self.reduction is not None:
-            self.reduction.after(kind, m, last=self._last == (kind, m))
-        return tuple(exits)
-
-    def backward_inputs(self, m: int, gradients: Gradients) -> Gradients:
-        """I: gradients of the outputs in, gradients of the inputs out; what the weights need stays for W.
-
-        Inputs and graph are dropped at once. Where a graph cannot be split, this is all of B.
-        """
-        state = self._microbatches[m]
-        roots, seeds = self._roots(state, m, gradients)
-        split = Split(roots, ENTRY)
-        if split.whole:
-            del state, split, roots, seeds
-            return self.backward(m, gradients, Kind.I)
-        if self._is_new:
-            self._look_through(m)
-        if self.reduction is not None:
-            self.reduction.before(Kind.I, m, last=False)
-        exits = state.exits or [None] * len(state.needs_grad)
-        inputs = state.inputs
-        del self._microbatches[m], state, gradients
-        if roots:
-            self._weights[m] = self._runner.in_backward(split.inputs, roots, seeds, exits)
         del inputs, split, roots, seeds
         if self.reduction is not None:
-            self.reduction.after(Kind.I, m, last=False)
+            self.reduction.after(kind, m, last=self._last == (kind, m))
         return tuple(exits)
 
     def backward_weights(self, m: int) -> None:
@@ -465,6 +428,11 @@ class Stage:
             self.reduction.after(Kind.W, m, last=self._last == (Kind.W, m))
 
     # Parts
+
+    def _forget(self) -> None:
+        self._needs_grad.clear()
+        self._overwritten.clear()
+        self._buffers.forget()
 
     def _look_through(self, m: int) -> None:
         """`ValueError` before a backward for parameters that get a gradient in it and are of no layer and of
@@ -518,13 +486,8 @@ class Stage:
                     "the loss depends on no parameter that requires a gradient; there is nothing to train"
                 )
             metadata = state.edges[0].node._input_metadata[state.edges[0].output_nr]
-            key = (self._shares[m], metadata.dtype)
-            seed = self._seeds.get(key)
-            if seed is None or seed.shape != tuple(metadata.shape):
-                seed = torch.full(tuple(metadata.shape), key[0], dtype=key[1], device=metadata.device)
-                if len(self._seeds) >= _MOST_SEEDS:
-                    self._seeds.clear()
-                self._seeds[key] = seed
+            shape, dtype = tuple(metadata.shape), metadata.dtype
+            seed = torch.full(shape, self._shares[m], dtype=dtype, device=metadata.device)
             if self._scaler is not None:
                 seed = self._scaler.scale(seed).to(metadata.dtype)
             return state.edges, (seed,)

@@ -2,23 +2,18 @@
 processes, or in the memory of another tensor too.
 
 torch's `DTensor`, of which processes have a part each, takes a second to import. Only modules that make one
-import it; others ask here, so that a pipeline without replicas does not import what it never uses.
+import it; others ask here.
 
-Tensors share memory where it would show, in two places.
+Shared memory shows in two places. A parameter's first gradient torch makes the `.grad` without a copy, and
+adds the next one to it in place, even if another tensor lives in its memory, such as the gradient that goes
+out, where a layer adds a view of a parameter to its input. What is on its way to another stage would become a
+sum. Of two tensors of one message, what a layer changes in one in place shows in the other as long as no
+stage begins between; behind a cut they are two tensors.
 
-A parameter's first gradient: torch makes it the `.grad` without a copy, and adds the next one to it in place,
-even if another tensor lives in its memory: the gradient that came into the stage or the one that goes out,
-where a layer adds a view of a parameter to its input, or the `.grad` of a second such parameter. What is on
-its way to another stage would become a sum, and the sum wrong.
-
-Two tensors of one message: what a layer changes in one of them in place shows in the other, and in its
-gradients, as long as no stage begins between; behind a cut they are two tensors.
-
-The memory that a schedule needs is what the stages hold while they wait, so all that a stage may hold stands
-here, in one object per micro-batch with a known moment for each part: the inputs come in with F, they become
-the leaves of a graph with F or R, and all of it goes at once, in B, or in I, which leaves what W needs. The
-graph is held by its outgoing edges rather than by the output tensors, so that an output lives on only if a
-layer saved it.
+All that a stage holds of a micro-batch stands in one object with a known moment for each part: the inputs
+come in with F, they become the leaves of a graph with F or R, and all of it goes at once, in B, or in I,
+which leaves what W needs. The graph is held by its outgoing edges rather than by the output tensors, so that
+an output lives on only if a layer saved it.
 """
 
 from __future__ import annotations
@@ -50,10 +45,8 @@ def local(tensor: Any) -> Tensor | None:
 
 
 def here(tensor: Any) -> Tensor:
-    """The tensor, once a collective that may still be writing it is done.
-
-    torch gives those of its functional collectives out at once, as tensors of a type that waits when an
-    operation reads them. Who reads their memory without an operation has to wait itself.
+    """The tensor, once a functional collective of torch that may still be writing it is done. An operation
+    that reads it would wait by itself; who reads its memory without one has to ask here.
     """
     found: Tensor = tensor.wait() if hasattr(tensor, "wait") else tensor
     return found
@@ -137,9 +130,9 @@ class MicrobatchState:
     ) -> Tree:
         """The inputs, put together, as the beginning of a new graph; without a graph, as they are.
 
-        Those at the positions `copied` are copied before, because a layer will overwrite them. If they are
-        needed `again`, for a recomputation, they stay here as they are. `watched` takes in what is returned,
-        each with its version.
+        A layer will overwrite those at the positions `copied`, so these are copied. If the inputs are needed
+        `again`, for a recomputation, they stay here as they are. `watched` takes in what is returned, each
+        with its version.
         """
         inputs = self.inputs
         if copied:
@@ -190,10 +183,8 @@ class MicrobatchState:
 
 
 class _Entry(torch.autograd.Function):
-    """Where a boundary input enters the graph and its gradient leaves it.
-
-    A leaf's gradient is copied unless it is laid out like the leaf, which the piece of a concatenation's
-    gradient is not; here the gradient goes out as it is.
+    """Where a boundary input enters the graph and its gradient leaves it, as it is: that of a leaf is copied
+    unless it is laid out like the leaf.
     """
 
     @staticmethod

@@ -5,6 +5,7 @@ storage by storage.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from functools import cache
@@ -44,6 +45,7 @@ from gpipe_bench.pipeline.stage.trees import Tree, split
 C, SIDE = 8, 8
 WIDTH, ROWS = 64, 128  # a boundary of rows is 32 KiB
 GPT2 = {"num_layers": 2, "d_model": 16, "num_heads": 2, "vocab_size": 97, "seq_len": 12, "dropout": 0.0}
+NUMBERS = itertools.count()  # each portal has a name of its own
 mse_loss = nn.functional.mse_loss
 
 
@@ -58,6 +60,11 @@ def linear(inputs: int = WIDTH, outputs: int = WIDTH, *, bias: bool = True) -> n
 def loss_of_first(output: Any, target: Tensor) -> Tensor:
     first = output if isinstance(output, Tensor) else output[0]
     return (first - target).square().mean()
+
+
+def past() -> list[nn.Module]:
+    name = f"skip {next(NUMBERS)}"
+    return [Stash(name, conv()), conv(), nn.ReLU(), Pop(name, Call(lambda v: v[0] * v[1]))]
 
 
 # Runs of layers that are drawn, and between them take an image to an image of the same shape.
@@ -76,6 +83,7 @@ RUNS: dict[str, Callable[[], list[nn.Module]]] = {
         Call(lambda v, f: (f(v[0]), v[1]), conv()),
         Call(lambda v: v[0] * v[1]),
     ],
+    "portal": past,
     "twice": lambda: [Call(lambda x: (x, x)), Call(lambda v, f: f(v[0]) + v[1], conv())],
     "slices": lambda: [
         Call(lambda x, f: f(x).chunk(2, 1), conv(C, 2 * C)), Call(lambda v: v[0] * v[1].sigmoid()),
@@ -100,6 +108,7 @@ steps = st.builds(
 @settings(max_examples=60, derandomize=True)
 @example(["frozen conv", "norm"], Step(num_stages=3, optimizer="sgd"), 16)  # a gradient that nobody asks for
 @example(["block", "skip"], Step(1, 8, "always", "1f1b"), 16)
+@example(["portal", "block"], Step(4, 4, "always", "1f1b"), 16)
 @example(["block", "skip"], Step(2, 4, "always"), 14)  # uneven micro-batches
 @example(["block", "skip"], Step(2, 4, "never"), 14)
 @given(st.lists(st.sampled_from(list(RUNS)), max_size=5), steps, st.just(16))

@@ -378,8 +378,12 @@ def test_models_and_inputs_that_do_not_fit_are_refused() -> None:
     hooked = copy.deepcopy(llama)
     hooked.model.register_forward_hook(lambda *arguments: None)
     for model, inputs, words in (
-        (t5, ("input_ids", "labels"), "some of input_ids, decoder_input_ids, attention_mask, decoder_att"),
-        (t5, ("input_ids",), "lacks 'decoder_input_ids', without which a T5ForConditionalGeneration"),
+        (
+            t5,
+            ("input_ids", "labels"),
+            "once, from: input_ids, decoder_input_ids, attention_mask, decoder_att",
+        ),
+        (t5, ("input_ids",), "lacks 'decoder_input_ids', without which T5ForConditionalGeneration's"),
         (Mine(llama.config), (), "which is not that of LlamaForCausalLM;"),
         (hooked, (), r"model \(LlamaModel\) has hooks on its"),
         (nn.Bilinear(2, 2, VOCABULARY), (), "LlamaModel, BertForMaskedLM, "),

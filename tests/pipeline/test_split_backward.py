@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten
 
@@ -237,7 +238,7 @@ class Alone:
         return self.stage.backward(m, self.forward(m))
 
     def halves(self, m: int = 0) -> tuple[Tensor | None, ...]:
-        gradients = self.stage.backward_inputs(m, self.forward(m))
+        gradients = self.stage.backward(m, self.forward(m), Kind.I)
         self.stage.backward_weights(m)
         return gradients
 
@@ -295,7 +296,7 @@ def test_the_halves_give_the_bits_of_the_whole_and_do_its_work(case: str) -> Non
     gradients = alone.forward()
     work = flops(lambda: alone.stage.backward(0, gradients))
     gradients = alone.forward()
-    first = flops(lambda: alone.stage.backward_inputs(0, gradients))
+    first = flops(lambda: alone.stage.backward(0, gradients, Kind.I))
     second = flops(lambda: alone.stage.backward_weights(0))
     assert first + second == work
     assert (second == 0) == (case in IN_THE_FIRST_HALF), (first, second)
@@ -357,7 +358,7 @@ def test_hooks_of_parameters_run_once_with_the_sum(hook: Hook) -> None:
     inputs = [
         gradient
         for m in range(NUM_MICROBATCHES)
-        for gradient in alone.stage.backward_inputs(m, alone.forward(m))
+        for gradient in alone.stage.backward(m, alone.forward(m), Kind.I)
     ]
     assert not calls
     for m in range(NUM_MICROBATCHES):
@@ -385,7 +386,7 @@ def test_what_the_second_half_needs_may_not_be_overwritten() -> None:
     layer = Overwritten()
     alone = Alone(layer, torch.randn(4, 6))
     gradients = alone.forward()
-    alone.stage.backward_inputs(0, gradients)
+    alone.stage.backward(0, gradients, Kind.I)
     layer.overwrite()
     with pytest.raises(RuntimeError, match="the gradients of weights are computed"):
         alone.stage.backward_weights(0)
@@ -393,4 +394,4 @@ def test_what_the_second_half_needs_may_not_be_overwritten() -> None:
     gradients = alone.forward()
     layer.overwrite()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        alone.stage.backward_inputs(0, gradients)
+        alone.stage.backward(0, gradients, Kind.I)

@@ -31,7 +31,7 @@ from itertools import chain
 from torch import nn
 
 from ..plan.edges import is_one_too_many, rings_of
-from ..plan.partition import Partition, can_partition_by, partition_by
+from ..plan.partition import Partition, fills, partition_by
 from ..plan.schedule import Action, Kind, Schedule, derived
 from ..plan.walk import execution_order
 from .peaks import NOWHERE, Moment, Optimizer, Place, Placed, StageMemory, Step, Worker, row_moments, steps
@@ -480,7 +480,7 @@ class StagePeaks:
         )
 
     def fits(self, cap_bytes: int) -> bool:
-        """Whether `partition` finds a split under the cap, without looking for the best one."""
-        return can_partition_by(
-            self.peak, len(self.layers), self.schedule.num_stages, cap=cap_bytes, floor=self.floor()
-        )
+        """Whether `partition` finds a split under the cap."""
+        num_stages, floor = self.schedule.num_stages, self.floor()
+        filled = fills(self.peak, num_stages, cap=cap_bytes, floor=floor)
+        return filled or self.partition(cap_bytes) is not None

@@ -263,33 +263,17 @@ def zb_v(num_workers: int, num_microbatches: int) -> Schedule:
         worker 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
         worker 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
-    check_sizes(num_workers, num_microbatches, "never")
     total = max(num_microbatches, 2 * num_workers - 1)
-    found = []
-    for worker in range(num_workers):
-        near, far, row = worker, 2 * num_workers - 1 - worker, _Row(num_microbatches)
-        for _ in range(2 * (num_workers - worker) - 1):
-            row.take(near, F)
-        for _ in range(worker):
-            row.take(far, F)
-            row.take(near, F)
-        for _ in range(num_workers - worker):
-            row.take(far, F, I, W)
-        while row.count(far, F) < total:
-            if row.count(near, F) < total:
-                row.take(near, F)
-            row.take(near, I, W)
-            row.take(far, F, I, W)
-        for _ in range(worker):
-            row.take(near, I)
-            row.take(far, I)
-        for _ in range(num_workers - worker):
-            row.take(near, I, W)
-        for stage in (far, near):
-            while row.count(stage, W) < total:
-                row.take(stage, W)
-        found.append(tuple(row.actions))
-    return Schedule("zb-v", 2 * num_workers, num_microbatches, "never", tuple(found), vee(num_workers))
+
+    def parts(worker: int) -> list[tuple[int, str]]:
+        behind = num_workers - 1 - worker
+        return [
+            (2 * behind + 1, "nF"), (worker, "fF nF"), (behind + 1, "fF fI fW"),
+            (total - num_workers - behind, "nF nI nW fF fI fW"), (behind, "nI nW fF fI fW"),
+            (worker, "nI fI"), (behind + 1, "nI nW"), (worker, "fW"), (worker, "nW"),
+        ]  # fmt: skip
+
+    return _in_parts("zb-v", num_workers, num_microbatches, parts)
 
 
 def dualpipe_v(num_workers: int, num_microbatches: int) -> Schedule:
@@ -304,80 +288,49 @@ def dualpipe_v(num_workers: int, num_microbatches: int) -> Schedule:
         worker 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1 3B1 3F2 .   0B0 0B0 3B2 3B2 0B1 0B1 .   .   0I2 0W2
         worker 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 2B1 2B1 1B1 1B1 2B2 2B2 1B2 1B2
     """
-    check_sizes(num_workers, num_microbatches, "never")
     total = max(num_microbatches, 2 * num_workers)
-    found = []
-    for worker in range(num_workers):
-        near, far, row = worker, 2 * num_workers - 1 - worker, _Row(num_microbatches)
+
+    def parts(worker: int) -> list[tuple[int, str]]:
         behind = num_workers - 1 - worker
-        for _ in range(2 * behind):
-            row.take(near, F)
-        for _ in range(worker + 1):
-            row.take(near, F)
-            row.take(far, F)
-        for _ in range(behind):
-            row.back(far, halved=True)
-            row.weights(1)
-            row.take(far, F)
-        for _ in range(total - 2 * num_workers + worker + 1):
-            row.take(near, F)
-            row.back(far)
-            row.take(far, F)
-            row.back(near)
-        for _ in range(behind):
-            row.back(far)
-            row.take(far, F)
-            row.back(near)
         # From the middle of the drain on, W fills what the other workers leave idle.
-        middle, halved = (worker + 1) // 2, False
-        for step in range(worker + 1):
-            halved = halved or (step == middle and worker % 2 == 1)
-            row.back(far, halved=halved)
-            halved = halved or (step == middle and worker % 2 == 0)
-            row.back(near, halved=halved)
-        for _ in range(behind):
-            row.weights(1)
-            row.back(near, halved=halved)
-        row.weights(worker + 1)
-        found.append(tuple(row.actions))
-    return Schedule("dualpipe-v", 2 * num_workers, num_microbatches, "never", tuple(found), vee(num_workers))
+        middle = (worker + 1) // 2
+        return [
+            (2 * behind, "nF"), (worker + 1, "nF fF"), (behind, "fI W fF"),
+            (total - num_workers - behind, "nF fB fF nB"), (behind, "fB fF nB"),
+            (middle, "fB nB"), (1, "fI nI" if worker % 2 else "fB nI"), (worker - middle, "fI nI"),
+            (behind, "W nI"), (worker + 1, "W"),
+        ]  # fmt: skip
+
+    return _in_parts("dualpipe-v", num_workers, num_microbatches, parts)
 
 
-class _Row:
-    """The row of a worker as it is written: the micro-batches of a stage come in order."""
-
-    def __init__(self, num_microbatches: int) -> None:
-        self.actions: list[Action] = []
-        self._number: Counter[tuple[int, Kind]] = Counter()
-        self._weights: deque[Action] = deque()
-        self._num_microbatches = num_microbatches
-
-    def count(self, stage: int, kind: Kind) -> int:
-        """How often the stage has come to `kind`."""
-        return self._number[stage, kind]
-
-    def take(self, stage: int, *kinds: Kind) -> None:
-        """Adds the next micro-batch of each kind; adds nothing after the last micro-batch."""
-        for kind in kinds:
-            self._put(Action(stage, kind, self._number[stage, kind]))
-            self._number[stage, kind] += 1
-
-    def back(self, stage: int, *, halved: bool = False) -> None:
-        """Adds the next backward: a whole one, or I, after which W waits for `weights`."""
-        microbatch = self._number[stage, B]
-        self._number[stage, B] += 1
-        self._put(Action(stage, I if halved else B, microbatch))
-        if halved:
-            self._weights.append(Action(stage, W, microbatch))
-
-    def weights(self, most: int) -> None:
-        """Adds the first W that wait, at most `most` of them."""
-        for _ in range(min(most, len(self._weights))):
-            self._put(self._weights.popleft())
-
-    def _put(self, action: Action) -> None:
-        if action.microbatch < self._num_microbatches:
-            self.actions.append(action)
+def _in_parts(
+    name: str, num_workers: int, num_microbatches: int, parts: Callable[[int], list[tuple[int, str]]]
+) -> Schedule:
+    """A V from the parts of each worker's row: how often, and what in turn. `nF` is the next forward of its
+    near stage, `fB`, `fI` or `fW` a backward or a half of one of the far stage, `W` the first W that waits.
+    Nothing is taken of micro-batches that are not there.
+    """
+    check_sizes(num_workers, num_microbatches, "never")
+    rows = []
+    for worker in range(num_workers):
+        homes = {"n": worker, "f": 2 * num_workers - 1 - worker}
+        row, waiting, done = list[Action](), list[Action](), Counter[tuple[int, bool]]()
+        for what in [what for times, each in parts(worker) for what in times * each.split()]:
+            stage, kind = homes.get(what[:-1]), Kind(what[-1])
+            if kind is W:
+                action = next(each for each in waiting if stage in (None, each.stage))
+                waiting.remove(action)
+            else:
+                assert stage is not None, "only W is taken of any stage"
+                action = Action(stage, kind, done[stage, kind is F])
+                done[stage, kind is F] += 1
+                if kind is I:
+                    waiting.append(action._replace(kind=W))
+            if action.microbatch < num_microbatches:
+                row.append(action)
+        rows.append(row)
+    return _schedule(name, num_microbatches, rows, vee(num_workers))
 
 
 def v_half(num_workers: int, num_microbatches: int) -> Schedule:
@@ -449,8 +402,8 @@ def _repeated(
                     weights.append(Action(action.stage, W, action.microbatch))
             elif weights and slot % _PERIOD not in taken:
                 row.append(weights.popleft())
-        found.append((*row, *weights))
-    return Schedule(name, 2 * num_workers, num_microbatches, "never", tuple(found), vee(num_workers))
+        found.append([*row, *weights])
+    return _schedule(name, num_microbatches, found, vee(num_workers))
 
 
 def _schedule(

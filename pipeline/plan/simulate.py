@@ -8,13 +8,12 @@ ends, its message enters the link, and the stages that waited for either go on.
     link        \\  \\      /  /           free and its message is there; messages of one direction queue up,
     worker 1     F0 F1 B1 B0              while both workers compute
 
-A worker that holds several stages takes the actions of all in one row, and what it sends to itself is there
-at once. What a stage gathers is fetched from the beginning of the step on; its reductions over its replicas
-leave inside its last backward, one after the other on a link of their own, and the worker's update waits for
-all. What it leaves out: workers that slow each other down
-(memory, shared cores, messages and reductions on one link), replicas that are not equally fast, and jitter.
-So where a step can be measured, measure it too and look at the difference. Only the standard library is
-imported; times may be fractions or integers, and then all results are exact.
+What a worker sends to itself is there at once. What a stage gathers is fetched from the beginning of the step
+on; its reductions over its replicas leave inside its last backward, one after the other on a link of their
+own, and the worker's update waits for all. Left out are workers that slow each other down (memory, shared
+cores, messages and reductions on one link), replicas that are not equally fast, and jitter: where a step can
+be measured, measure it too. Only the standard library is imported; of fractions or integers all results are
+exact.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import inf
@@ -93,20 +93,21 @@ def replay(
         def duration_s(action: Action) -> float:
             return alone_s(action) + waiting_s(action)
 
+    stages = range(schedule.num_stages)
     step = _Simulation(
         schedule,
         duration_s,
         link,
-        (
-            _per_boundary("activation_bytes", activation_bytes, schedule, link),
-            _per_boundary("gradient_bytes", gradient_bytes or activation_bytes, schedule, link),
-        ),
-        _checked("setup_s", _per_stage("setup_s", setup_s, schedule)),
-        _checked("update_s", _per_stage("update_s", update_s, schedule)),
+        _per_boundary("activation_bytes", activation_bytes, schedule, link),
+        _per_boundary("gradient_bytes", gradient_bytes or activation_bytes, schedule, link),
+        _checked("setup_s", _per_stage("setup_s", setup_s or [0] * len(stages), schedule)),
+        _checked("update_s", _per_stage("update_s", update_s or [0] * len(stages), schedule)),
         early_recompute,
-        _per_stage("gathers", gathers, schedule),
-        _per_stage("reductions", reductions, schedule),
     )
+    step.gather(_per_stage("gathers", gathers, schedule))
+    # The last action of a stage that makes gradients of parameters, and what leaves inside it.
+    last = [schedule.row(stage)[-1] for stage in stages]
+    step.buckets = dict(zip(last, _per_stage("reductions", reductions, schedule), strict=False))
     # A collection would walk through hundreds of thousands of new objects again and again, none of which is
     # in a cycle; that doubles the time of a large replay.
     with no_collections():
@@ -135,39 +136,29 @@ def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
     if callable(action_s):
         return action_s
     times: Mapping[object, float] = action_s  # type: ignore[assignment]  # the keys are told apart below
-    known: dict[tuple[int, Kind], float] = {}
 
     def duration(action: Action) -> float:
-        if action in times:
-            return times[action]
-        key = (action.stage, action.kind)
-        if key not in known:
-            for candidate in (key, action.kind):
-                if candidate in times:
-                    known[key] = times[candidate]
-                    break
-            else:
-                raise ValueError(
-                    f"no duration for {action}; give one for {action.kind.value!r} or for "
-                    f"({action.stage}, {action.kind.value!r})"
-                )
-        return known[key]
+        for key in (action, action[:2], action.kind):
+            if key in times:
+                return times[key]
+        raise ValueError(
+            f"no duration for {action}; give one for {action.kind.value!r} or for "
+            f"({action.stage}, {action.kind.value!r})"
+        )
 
     return duration
 
 
+@dataclass(slots=True)
 class _Channel:
     """The messages from one stage to the next or the one before."""
 
-    __slots__ = ("arrivals_s", "link", "queue_s", "takes_s", "target", "worker")
-
-    def __init__(
-        self, target: int, worker: int, link: Link, takes_s: float, queue_s: list[float] | None
-    ) -> None:
-        self.target, self.worker, self.link, self.takes_s = target, worker, link, takes_s
-        # When the link is free again, which others share; None where messages are there at once.
-        self.queue_s = queue_s
-        self.arrivals_s: dict[int, float] = {}  # by micro-batch
+    target: int
+    worker: int
+    link: Link
+    takes_s: float
+    queue_s: list[float] | None  # when the link is free again, which others share; None: it is at once
+    arrivals_s: dict[int, float] = field(default_factory=dict)  # by micro-batch
 
 
 class _Simulation:
@@ -178,20 +169,16 @@ class _Simulation:
         schedule: Schedule,
         duration_s: Callable[[Action], float],
         link: Between,
-        sizes: Sequence[Sequence[float]],
+        activation_bytes: Sequence[float],
+        gradient_bytes: Sequence[float],
         setup_s: Sequence[float],
         update_s: Sequence[float],
         early_recompute: bool,
-        gathers: Sequence[Sequence[Gather]],
-        reductions: Sequence[Sequence[Bucket]],
     ) -> None:
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
         self.setup_s, self.update_s = setup_s, update_s
         workers, stages = range(schedule.num_workers), range(schedule.num_stages)
-        self.free_s: list[float] = [
-            sum(setup_s[stage] for stage in schedule.stages_of(worker)) if setup_s else 0
-            for worker in workers
-        ]
+        self.free_s = [sum(setup_s[stage] for stage in schedule.stages_of(worker)) for worker in workers]
         self.reduced_s: list[float] = [0 for _ in workers]  # the end of a worker's last reduction
         self.events: list[list[Event]] = [[] for _ in workers]
         self.running = [False for _ in workers]  # an action has been started, and its end is in the heap
@@ -204,27 +191,27 @@ class _Simulation:
         # The messages that an action of a stage waits for, and those that it sends.
         self.needs: list[dict[Kind, dict[int, float]]] = [{} for _ in stages]
         self.sends: list[dict[Kind, _Channel]] = [{} for _ in stages]
-        for stage, (ahead_bytes, back_bytes) in enumerate(zip(*sizes, strict=True)):
-            ahead = self.sends[stage][Kind.F] = self._channel(stage, stage + 1, ahead_bytes)
+        for stage in stages[:-1]:
+            ahead = self.sends[stage][Kind.F] = self._channel(stage, stage + 1, activation_bytes[stage])
             self.needs[stage + 1][Kind.F] = ahead.arrivals_s
-            back = self._channel(stage + 1, stage, back_bytes)
+            back = self._channel(stage + 1, stage, gradient_bytes[stage])
             self.sends[stage + 1] |= {Kind.B: back, Kind.I: back}
             for kind in (Kind.B, Kind.I) if early_recompute else (Kind.B, Kind.I, Kind.R):
                 self.needs[stage][kind] = back.arrivals_s
         # For the first forward of a stage: the share after which it needs each fetch, and the fetch's end.
         self.fetched: dict[Action, list[tuple[float, float]]] = {}
-        for worker in workers if gathers else ():
-            end_s: float = 0  # they are fetched from the start of the step on, one after the other
-            for stage in schedule.stages_of(worker):
-                first = next(action for action in schedule.row(stage) if action.kind is Kind.F)
+        self.buckets: dict[Action, Sequence[Bucket]] = {}
+
+    def gather(self, gathers: Sequence[Sequence[Gather]]) -> None:
+        """Lays out the fetches of each worker from the start of the step on, one after the other."""
+        for worker in range(self.schedule.num_workers) if gathers else ():
+            end_s: float = 0
+            for stage in self.schedule.stages_of(worker):
+                first = next(action for action in self.schedule.row(stage) if action.kind is Kind.F)
                 for number, gather in enumerate(gathers[stage]):
                     start_s, end_s = end_s, end_s + gather.takes_s
                     self.collectives.append(Span(f"gather {number}", stage, start_s, end_s))
                     self.fetched.setdefault(first, []).append((gather.needed, end_s))
-        # The last action of a stage that makes gradients of parameters, and what leaves inside it.
-        self.buckets: dict[Action, Sequence[Bucket]] = {
-            schedule.row(stage)[-1]: buckets for stage, buckets in enumerate(reductions)
-        }
 
     def _channel(self, source: int, target: int, num_bytes: float) -> _Channel:
         ends, link = (self.schedule.worker(source), self.schedule.worker(target)), self.link
@@ -284,15 +271,10 @@ class _Simulation:
         duration_s = self.duration_s(action)
         if not 0 <= duration_s < inf:
             raise ValueError(f"{action} takes {duration_s} s; a duration must be finite and not negative")
-        end_s = start_s + duration_s
-        if action in self.fetched:
-            # It waits inside for what it needs at each share of it.
-            late_s: float = 0
-            for share, there_s in self.fetched[action]:
-                at_s = start_s + late_s + share * duration_s
-                if there_s > at_s:
-                    late_s += there_s - at_s
-            end_s = start_s + late_s + duration_s
+        late_s: float = 0  # the first forward waits inside for what it needs at each share of it
+        for share, there_s in self.fetched.get(action, ()):
+            late_s += max(0, there_s - (start_s + late_s + share * duration_s))
+        end_s = start_s + late_s + duration_s
         self.free_s[worker] = end_s
         self.events[worker].append(Event(action, start_s, end_s))
         self.walk.take(worker)
@@ -327,12 +309,10 @@ class _Simulation:
             before_s: float = 0
             after_s = max(self.free_s[worker], self.reduced_s[worker])
             for stage in self.schedule.stages_of(worker):
-                if self.setup_s:
-                    found.append(Span("setup", stage, before_s, before_s + self.setup_s[stage]))
-                    before_s = found[-1].end_s
-                if self.update_s:
-                    found.append(Span("update", stage, after_s, after_s + self.update_s[stage]))
-                    after_s = found[-1].end_s
+                found.append(Span("setup", stage, before_s, before_s + self.setup_s[stage]))
+                before_s = found[-1].end_s
+                found.append(Span("update", stage, after_s, after_s + self.update_s[stage]))
+                after_s = found[-1].end_s
         found.sort(key=attrgetter("name"))
         return tuple(span for span in found if span.duration_s)
 

@@ -1,8 +1,7 @@
 """What happened when: the common result of running a schedule and of replaying one.
 
-Measured and replayed steps must be comparable action by action, so both end in the same plain data: one event
-per action, in seconds from the start of the step. Makespan and bubble are read off it, and a
-record can keep it as plain data. Only the standard library is imported.
+Both end in the same plain data, comparable action by action: one event per action, in seconds from the start
+of the step. Makespan and bubble are read off it. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ class Timeline:
     """The events of one step, ordered by start.
 
     `provenance` is "measured" or "replayed"; `devices` names the device of each stage; `conditions` says what
-    was held fixed (threads, pinned cores), so that a picture can be judged without its producer. `work` keeps
-    a stage busy like an action; `messages` occupy a link and no stage, and so do `collectives`: what a stage
-    gathers for its first forward, and the sums of its gradients over its replicas, for which the end of the
-    step waits. Each is empty where it is not known. `placement` is that of the schedule.
+    was held fixed (threads, pinned cores). `work` keeps a stage busy like an action; `messages` occupy a link
+    and no stage, and so do `collectives`: what a stage gathers for its first forward, and the sums of its
+    gradients over its replicas, for which the end of the step waits. `placement` is that of the schedule.
     """
 
     events: tuple[Event, ...]
@@ -77,8 +75,9 @@ class Timeline:
         ordered = sorted(events, key=lambda event: (event.start_s, event.action))
         origin_s = ordered[0].start_s if ordered else 0.0
         shifted = tuple(Event(a, start_s - origin_s, end_s - origin_s) for a, start_s, end_s in ordered)
-        where = tuple(devices), dict(conditions or {})
-        return cls(shifted, num_stages, provenance, *where, placement=placement)
+        return cls(
+            shifted, num_stages, provenance, tuple(devices), dict(conditions or {}), placement=placement
+        )
 
     @property
     def num_workers(self) -> int:
@@ -91,9 +90,7 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         """Seconds from the first start to the last end."""
-        ends_s = [event.end_s for event in self.events]
-        ends_s += [span.end_s for span in (*self.work, *self.collectives)]
-        return max(ends_s, default=0.0)
+        return max((each.end_s for each in (*self.events, *self.work, *self.collectives)), default=0.0)
 
     def of_stage(self, stage: int) -> tuple[Event, ...]:
         """The events of one stage, in order."""

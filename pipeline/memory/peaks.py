@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import add, ge, mul
+from operator import add, ge
 from typing import NamedTuple
 
 from ..plan.schedule import Action, Kind
@@ -340,7 +340,6 @@ class Placed:
             Parts(gradients=0 if self._is_whole else stage.gradient_bytes),
             Parts(gradients=stage.gradient_bytes if self._is_whole else 0),
         )
-        self._sizes = tuple(map(sum, self._per_count))
         # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
         user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
         self._fixed = Parts(
@@ -349,21 +348,17 @@ class Placed:
             optimizer_state=rule.state_bytes(stage.trained_sizes),
             boundary=user_bytes + place.buffer_bytes,
         )
-        self._fixed_bytes, self._rule = sum(self._fixed), rule
-        self._own: dict[object, tuple[int, Parts]] = {}  # of actions that add the same
-        self._held: dict[Counts, int] = {}
+        self._rule = rule
+        self._own: dict[object, Parts] = {}  # of actions that add the same
+        self._held: dict[Counts, Parts] = {}
 
-    def bytes(self, counts: Counts) -> int:
-        """Bytes of the stage while another stage of its worker works; an action `adds` to them."""
-        found = self._held.get(counts)
-        if found is None:
-            found = self._held[counts] = self._fixed_bytes + sum(map(mul, counts, self._sizes))
-        return found
-
-    def parts(self, counts: Counts) -> Parts:
-        """Same as `bytes`, by category."""
-        times = zip(counts, self._per_count, strict=True)
-        return _sum([self._fixed, *[[count * each for each in parts] for count, parts in times]])
+    def holds(self, counts: Counts) -> Parts:
+        """What the stage holds while another stage of its worker works; an action `adds` to it."""
+        if counts not in self._held:
+            times = zip(counts, self._per_count, strict=True)
+            found = [[count * each for each in parts] for count, parts in times if count]
+            self._held[counts] = _sum([self._fixed, *found])
+        return self._held[counts]
 
     def update(self) -> Parts:
         """In the optimizer's step, when the copies of buffers are gone."""
@@ -372,10 +367,8 @@ class Placed:
         temporaries = self._rule.update_bytes(stage.trained_sizes)
         return _sum([self._fixed, Parts(buffers=buffers, gradients=gradients, transients=temporaries)])
 
-    def adds(self, step: Step) -> tuple[int, Parts]:
-        """Returns the bytes that an action adds, in total and by category. ValueError for a split backward
-        without profiles of it.
-        """
+    def adds(self, step: Step) -> Parts:
+        """What an action adds. ValueError for a split backward without profiles of it."""
         kind = step.action.kind
         if self._halves is None and (kind in (Kind.I, Kind.W) or step.counts.halves):
             raise ValueError(
@@ -390,14 +383,13 @@ class Placed:
                 if not (self._is_apart or self._stays):
                     # The copy takes the place of what was received once it is made, before the first layer.
                     copied = max(copied - found.total, 0)
-            own = Parts(
+            self._own[step.alike] = Parts(
                 buffers=buffers,
                 gradients=found.gradients,
                 boundary=self._own_kept if kind in (Kind.B, Kind.I) else 0,
                 activations=found.activations,
                 transients=found.transients + copied,
             )
-            self._own[step.alike] = sum(own), own
         return self._own[step.alike]
 
     def _fullest(self, step: Step) -> Bytes:
@@ -410,7 +402,7 @@ class Placed:
                 return Bytes()
             is_later = counts.after_inputs if self._is_whole else counts.after_backward
             found = stage.backward if is_later else stage.backward_first
-            return found.without(stage.messages.received_bytes) if self._place.gradients_there else found
+            return found.without(stage.received_bytes) if self._place.gradients_there else found
         assert halves is not None, "it was looked at"
         if kind is Kind.I:
             return halves.inputs
@@ -444,35 +436,26 @@ class Worker:
         found, temporaries = StageMemory(*_sum(each), "optimizer"), [parts[-1] for parts in each]
         return replace(found, transients=max(temporaries)) if len(each) > 1 else found
 
-    def bytes(self, moment: Moment) -> int:
-        """Most bytes in an action."""
+    def holds(self, moment: Moment) -> Parts:
+        """What the worker holds in an action, at most."""
         step, stages = moment.step, self._stages
         placed = stages[step.action.stage]
-        found = placed.bytes(step.counts) + placed.adds(step)[0] + self._messages_bytes(moment)
-        return found + sum([stages[stage].bytes(counts) for stage, counts in moment.others])
-
-    def memory(self, moment: Moment, more: int = 0) -> StageMemory:
-        """Same as `bytes`, by category, with `more` bytes added."""
-        step, stages = moment.step, self._stages
-        others = [stages[stage].parts(counts) for stage, counts in moment.others]
-        placed = stages[step.action.stage]
-        parts = _sum([placed.parts(step.counts), placed.adds(step)[1], *others])
-        found = StageMemory(*parts, str(step.action))
-        return replace(found, transients=found.transients + self._messages_bytes(moment) + more)
-
-    def _messages_bytes(self, moment: Moment) -> int:
-        """Bytes of messages that wait to be used, and of sent messages that have not left yet."""
-        found = moment.sent_bytes
+        found = [placed.holds(step.counts), placed.adds(step)]
+        found += [stages[stage].holds(counts) for stage, counts in moment.others]
+        messages = moment.sent_bytes
         for (stage, is_gradient), count in moment.waiting:
-            found += count * self._stages[stage].message_bytes[is_gradient]
-        return found
+            messages += count * stages[stage].message_bytes[is_gradient]
+        if messages:
+            found.append(Parts(transients=messages))
+        return _sum(found)
 
     def fullest(self, moments: Iterable[Moment], more: int = 0) -> StageMemory:
         """Returns the worker's fullest moment, the first among equals; actions hold `more` bytes on top."""
-        found, best = self.update(), None
-        most = found.peak
+        found = self.update()
+        most = found.peak - more
         for moment in moments:
-            num_bytes = self.bytes(moment) + more
-            if num_bytes > most:
-                most, best = num_bytes, moment
-        return found if best is None else self.memory(best, more)
+            parts = self.holds(moment)
+            if sum(parts) > most:
+                most, transients = sum(parts), parts.transients + more
+                found = StageMemory(*parts[:-1], transients, str(moment.step.action))
+        return found

@@ -1,9 +1,8 @@
 """What a stage holds of one micro-batch, from the profiles of its layers, to the byte.
 
-Adding "saved bytes" of layers would be wrong twice: neighbours keep the same storage (a ReLU's result is the
-next convolution's input), and the peak of a backward pass depends on what earlier layers still hold. So the
-layers are played one after another, each by the order in which its storages appear and die, and a storage
-at the ends of layers has one name in the whole stage:
+Neighbours keep the same storage (a ReLU's result is the next convolution's input), and the peak of a backward
+depends on what earlier layers still hold. So the layers are played one after another, each by the order in
+which its storages appear and die, and a storage at the ends of layers has one name in the whole stage:
 
     forward      x0 --[layer 0]--> x1 --[layer 1]--> x2        kept by 0: x1;  kept by 1: x1, a
     backward     g0 <--[layer 0]-- g1 <--[layer 1]-- g2        layer 1 frees a, layer 0 frees x1
@@ -12,9 +11,9 @@ A storage is charged once, with the size it was made with (a layer may pass on a
 its last holder. What only leads to outputs that no gradient comes back for is not kept; at the end of a stage
 the engine does keep it, until B.
 
-I goes back through the layers as a backward does, but leaves behind what waits for W: inputs of operations
-with weights, the gradients of their outputs, and the gradients of parameters that I has computed. What W
-holds is an upper estimate: all that waits, all gradients that it makes, and the most that any layer adds.
+I leaves behind what waits for W: inputs of operations with weights, the gradients of their outputs, and the
+gradients of parameters that I has computed. What W holds is an upper estimate: all that waits, all gradients
+that it makes, and the most that any layer adds.
 """
 
 from __future__ import annotations
@@ -64,6 +63,11 @@ class StageBytes:
     forward: Bytes  # F with a graph, and R
     backward_first: Bytes  # B that creates the parameter gradients
     backward: Bytes  # every later B
+    # Messages, of workers that are processes of their own: a sent tensor stays until it has been waited for.
+    sent_bytes: int = 0  # of what F makes for the next stage, without what the stage was given itself
+    of_graph_bytes: int = 0  # of these, what a graph that F makes holds too
+    sent_back_bytes: int = 0  # of the gradients that B or I makes for the stage before
+    received_bytes: int = 0  # of the gradients of outputs, which are held throughout a B or I
     summed_gradient_bytes: int = 0  # of the gradients, those added to another layer's before the update
     copied_input_bytes: int = 0  # of the boundary inputs, what a forward that runs twice copies
     kept_copied_bytes: int = 0  # of these copies, what stays from R to the end of B
@@ -71,22 +75,6 @@ class StageBytes:
     still_buffer_bytes: int = 0  # copied once for a step in which anything is recomputed
     halves: Halves | None = None  # where the layers' profiles have them
     trace: StageTrace | None = field(default=None, repr=False, compare=False)  # what else the layers say
-
-    @property
-    def messages(self) -> MessageBytes:
-        """Bytes that the stage sends to and receives from other processes."""
-        return MessageBytes() if self.trace is None else self.trace.messages
-
-
-class MessageBytes(NamedTuple):
-    """Bytes that a stage sends and receives of one micro-batch where each worker is a process. A sent tensor
-    stays until its sender has waited for it, which may be longer than the stage needs it.
-    """
-
-    sent_bytes: int = 0  # of what F makes for the next stage, without what the stage was given itself
-    of_graph_bytes: int = 0  # of these, what a graph that F makes holds too
-    sent_back_bytes: int = 0  # of the gradients that B or I makes for the stage before
-    received_bytes: int = 0  # of the gradients of outputs, which are held throughout a B or I
 
 
 def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> StageBytes:
@@ -100,6 +88,8 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
         for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
             still += size * (role is BufferRole.STILL)
             changing += size * (role in (BufferRole.CHANGING, BufferRole.REPLACED))
+    sent = set() if loss is not None else trace.outputs - trace.boundary
+    received = () if loss is not None else last.first.output_gradients
     return StageBytes(
         parameter_bytes=sum([layer.parameter_bytes for layer in layers]),
         trained_sizes=tuple(chain.from_iterable([layer.trained_sizes for layer in layers])),
@@ -118,6 +108,10 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
         kept_copied_bytes=sum([trace.sizes[name] for name in trace.copied.intersection(kept)]),
         changing_buffer_bytes=changing,
         still_buffer_bytes=still,
+        sent_bytes=sum([trace.sizes[name] for name in sent]),
+        of_graph_bytes=sum([trace.sizes[name] for name in sent & trace.holders.keys()]),
+        sent_back_bytes=trace.sent_back_bytes,
+        received_bytes=sum([last.first.sizes[storage] for storage in received if storage is not None]),
         halves=Halves.of(trace),
         trace=trace,
     )
@@ -148,7 +142,7 @@ class StageTrace:
     """
 
     def __init__(self, stage: Sequence[LayerProfile], loss: LayerProfile | None = None) -> None:
-        self.stage, self.has_loss = tuple(stage), loss is not None
+        self.stage = tuple(stage)
         self.layers = (*stage, loss) if loss is not None else self.stage
         self.sizes: dict[int, int] = {}  # bytes of each storage at the ends of layers, by its name
         self.boundary = set[int]()  # names that the stage's boundary holds, and the target
@@ -176,6 +170,7 @@ class StageTrace:
             self._names.append(known)
             names = tuple([known[storage] for storage in trace.outputs])
         self.copied &= self.boundary
+        self.outputs = set(names)
         self.saved_bytes = 0  # held by the graph
         self.holders: dict[int, int] = {}  # of each name, how many storages of the layers' graphs it is
         self.with_graph = self.forward()
@@ -295,21 +290,6 @@ class StageTrace:
                 if storage not in halves.inputs.kept:
                     held[given[0]] = given[1]
         return held
-
-    @cached_property
-    def messages(self) -> MessageBytes:
-        """Bytes that the stage sends to and receives from other processes."""
-        if self.has_loss:
-            return MessageBytes(sent_back_bytes=self.sent_back_bytes)
-        last = self.layers[-1].first
-        names = {self._names[-1][storage] for storage in last.outputs} - self.boundary
-        of_graph = names & self.holders.keys()
-        return MessageBytes(
-            sent_bytes=sum([self.sizes[name] for name in names]),
-            of_graph_bytes=sum([self.sizes[name] for name in of_graph]),
-            sent_back_bytes=self.sent_back_bytes,
-            received_bytes=sum([last.sizes[each] for each in last.output_gradients if each is not None]),
-        )
 
 
 _Name = tuple[Any, ...]

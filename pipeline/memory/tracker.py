@@ -1,12 +1,9 @@
 """Counting the bytes of live storages, the same way on real, fake and meta tensors.
 
-Neither `sum(t.nbytes for t in saved)` nor an allocator's statistics answer "what does this stage keep": the
-first counts views, in-place results and tensors saved twice more than once, the second exists on GPUs only.
-Here a dispatch mode sees the result of every operation and counts each *storage* once, from the operation
-that made it until its last reference dies (storages keep their Python object, so a weak reference tells).
-
-What it does not see: workspaces that a kernel allocates and frees inside one operation, allocator rounding
-and fragmentation. On a GPU its allocator (`devices.peak_bytes`) is the check for those.
+A dispatch mode sees the result of every operation and counts each *storage* once, from the operation that
+made it until its last reference dies (storages keep their Python object, so a weak reference tells). It does
+not see workspaces that a kernel allocates and frees inside one operation, allocator rounding and
+fragmentation: on a GPU its allocator (`devices.peak_bytes`) is the check for those.
 
 A layer by itself is run once, watched, with references as scarce as in a stage (`LayerRun`): its inputs are
 outputs of the layer before, which takes their gradients and lets them go, and its outputs are held by what
@@ -26,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..stage.buffers import State, Statistics
 from ..stage.split_backward import Split
@@ -91,10 +89,10 @@ class StorageWatch(TorchDispatchMode):
         if func is _DEVICE_OF and hasattr(args[0], "fake_device"):
             return args[0].fake_device  # autograd asks for it more often than for all operations together
         result = func(*args, **kwargs) if kwargs else func(*args)
-        made = [result] if isinstance(result, Tensor) else tensors_in(result)
+        made = [result] if isinstance(result, Tensor) else _tensors_in(result)
         new = [each for each in made if each.untyped_storage()._cdata not in self._serials]
         if new:
-            given = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs))}
+            given = {each.untyped_storage()._cdata for each in _tensors_in((args, kwargs))}
             for tensor in new:  # unless a view or in-place result of a storage that is not watched
                 if tensor.untyped_storage()._cdata not in given:
                     self._register(tensor)
@@ -111,19 +109,8 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        return [value] if isinstance(value, Tensor) else []
-    found: list[Tensor] = []
-    for each in value:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, (tuple, list, dict)):
-            found += tensors_in(each)
-    return found
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 class LiveMemory(StorageWatch):
@@ -202,14 +189,8 @@ class EventLog(StorageWatch):
 
 
 class LayerRun:
-    """Takes a layer forward and backward, once, its inputs and outputs let go of as in a stage.
-
-    Args:
-        layer: of fake tensors.
-        inputs: what it takes.
-        unused: positions of outputs that nothing after it differentiates.
-        precision: is entered around the forward.
-        with_shapes: traces say what each storage was made for.
+    """Takes a layer of fake tensors forward and backward, once, its inputs and outputs let go of as in a
+    stage; `LayerProfile` says what the arguments are. ``precision`` is entered around the forward.
 
     Afterwards ``outputs`` is what the layer gives, ``overwritten`` are positions of the inputs that it
     changes, and ``moved`` the buffers that it does, by their names.
@@ -248,10 +229,7 @@ class LayerRun:
         return self._trace(backward, gradients)
 
     def halves(self, whole: Trace) -> SplitTrace:
-        """Traces the layer with I and W instead of a backward; ``whole`` is the trace of the whole backward.
-
-        The graph is split as a stage does it.
-        """
+        """Traces the layer with I and W instead of a backward, of which ``whole`` is the trace."""
         with self._log as log:
             root = self._forward()
             if root is None or not root.requires_grad:
@@ -302,13 +280,7 @@ class LayerRun:
         }
         with self._precision:
             result = self._layer(inputs.build(values))
-        self.overwritten = frozenset(
-            [
-                position
-                for position, (value, version) in enumerate(zip(values, versions, strict=True))
-                if value._version != version and inputs.same_as[position] == position
-            ]
-        )
+        self.overwritten = frozenset([i for i in inputs.distinct if values[i]._version != versions[i]])
         self.moved = _moved(buffers)
         del buffers
         self._forward_events = tuple(log.events)
@@ -359,9 +331,7 @@ class LayerRun:
 
 
 def _serials(log: EventLog, tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Numbers of the tensors' storages; one that the run did not make (a parameter) is new but costs nothing
-    here: it is counted where it belongs.
-    """
+    """Numbers of the tensors' storages; one that the run did not make (a parameter) costs nothing here."""
     tensors, made = tuple(tensors), len(log.sizes)
     log.watch(tensors)
     log.sizes[made:] = [0] * (len(log.sizes) - made)
@@ -408,8 +378,7 @@ _SOURCE: type = _Source._backward_cls  # of the nodes with which the layer's inp
 def _moved(buffers: Mapping[tuple[str, str], tuple[nn.Module, State]]) -> dict[str, BufferRole]:
     """The buffers that a forward has changed, of those by path and name, with what a recomputation copies.
 
-    A forward may put another tensor under a buffer's name, which takes the place of the one before, so that a
-    step holds one of them; in a profile the new one would count as kept by the graph. So one that was
+    A tensor that a forward puts under a buffer's name would count as kept by the graph. So a buffer that was
     replaced by another of its size is put back; a table that was made or has grown stays.
     """
     moved = {}

@@ -4,11 +4,9 @@
     boundary inputs held     1   2   3   3   3   2   2   1   1      one per micro-batch in flight
     graphs held              0   0   0   1   1   1   1   1   1      one at a time
 
-What is alive when follows from the schedule alone, whichever sizes, cuts and transports there are. So a row
-is walked once in numbers (`row_moments`), and the bytes of stages take the place of the numbers for one cut
-or for hundreds (`Worker`). The stages of a worker are full at different times: while one is in a backward,
-another keeps what waits for its own. So at every action what its stages hold then is added up; the sum of
-their peaks would be too much.
+What is alive when follows from the schedule alone. So a row is walked once in numbers (`row_moments`), and
+the bytes of stages take the place of the numbers for one cut or for hundreds (`Worker`). The stages of a
+worker are full at different times, so at every action what they hold then is added up, and not their peaks.
 
 Peaks are those of a steady training step: optimizer state exists, gradients are set to None between steps and
 appear at the first backward; the optimizer updates one tensor at a time (`foreach=False`). Micro-batches are
@@ -267,17 +265,11 @@ class Parts(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a stage's messages come into.
+    """Where a stage's messages come into."""
 
-    Args:
-        inputs_there: memory that is there anyway holds its inputs, as it holds those of the first stage.
-        gradients_there: the same of the gradients of its outputs.
-        buffer_bytes: all of that memory, where it stays.
-    """
-
-    inputs_there: bool = False
-    gradients_there: bool = False
-    buffer_bytes: int = 0
+    inputs_there: bool = False  # into memory that is there anyway, as the first stage's are
+    gradients_there: bool = False  # the same of the gradients of its outputs
+    buffer_bytes: int = 0  # all of that memory, where it stays
 
 
 NOWHERE = Place()
@@ -292,7 +284,7 @@ class Placed:
         num_microbatches: of a step.
         is_first: whether it is the first stage, whose inputs are the user's.
         recomputes: whether anything is recomputed.
-        stays: what was received stays until the end of B, as over processes.
+        stays: whether what was received stays until the end of B, as over processes.
         place: where its messages come into.
     """
 
@@ -416,18 +408,9 @@ def _sum(all_parts: Iterable[Sequence[int]]) -> Parts:
 
 
 class Worker:
-    """The memory of all stages of a worker.
+    """The memory of all stages of a worker; of ``rests`` in the optimizer's step, where they hold other."""
 
-    Args:
-        stages: in the actions of a step.
-        rests: in the optimizer's step, where they hold something else.
-    """
-
-    def __init__(
-        self,
-        stages: Mapping[int, Placed],
-        rests: Mapping[int, Placed] | None = None,
-    ) -> None:
+    def __init__(self, stages: Mapping[int, Placed], rests: Mapping[int, Placed] | None = None) -> None:
         self._stages, self._rests = stages, stages if rests is None else rests
 
     def update(self) -> StageMemory:

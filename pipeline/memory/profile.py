@@ -1,9 +1,9 @@
 """What one layer costs in bytes, found by running it once on fake tensors of the real size.
 
-Everything downstream (partition, memory model, maximum-size search) adds up layer profiles, so a profile must
-say more than "saved 12 MiB": whether an input is kept by the layer's graph (its neighbour may keep the same
-storage), when in the backward pass it is let go, how high the transients stand at that moment. A profile
-therefore tells the *order of events* - which storage appears and dies when - of three traces:
+Everything downstream adds up layer profiles, so a profile must say whether an input is kept by the layer's
+graph (its neighbour may keep the same storage), when in the backward pass it is let go, and how high the
+transients stand at that moment. It tells the *order of events*, which storage appears and dies when, of three
+traces:
 
     free     forward without a graph                                       (F under re-materialization)
     first    forward with a graph, backward that creates the gradients     (first B of a step)
@@ -64,25 +64,19 @@ class ModelProfile(NamedTuple):
 class Profiler:
     """Profiles layers, each distinct one once: same configuration, same inputs, same precision.
 
-    ``autocast`` is the dtype of mixed precision (parameters stay as they are), None for none. Casts of
-    weights are not cached between operations, as in the engine: the cache would keep a copy of every weight.
-    With a GPU's ``attention``, what autocast computes in float32 there is so here.
-
     Layers are eager; what a compiled layer keeps is no more than that.
 
-    ``attention`` is the device's whose kernels of attention the layers take (`ATTENTIONS`).
-
-    ``number_format`` is a dtype in which every layer reads its parameters without keeping copies of them;
-    their own sizes stay. With inputs of that dtype all activations have it, and gradients in the traces.
-
-    ``with_shapes`` also keeps the shape that each storage was made for, which scaled profiles lack.
-
-    ``split_backward`` also profiles the two halves of a backward, for schedules with I and W.
-
-    ``ties_apart`` profiles layers that share a parameter as if each had its own, as processes have that hold
-    one of them each. Without it they are refused.
-
-    ``divided`` makes the fake copy of a layer that one rank has of it (tensor parallelism).
+    Args:
+        autocast: dtype of mixed precision, None for none. Casts of weights are not cached, as in the engine.
+        attention: device whose kernels of attention the layers take (`ATTENTIONS`); with a GPU's, what
+            autocast computes in float32 there is so here.
+        number_format: dtype in which layers read their parameters without keeping copies of them; their own
+            sizes stay. With inputs of that dtype all activations and gradients in the traces have it.
+        with_shapes: whether to keep the shape that each storage was made for, which scaled profiles lack.
+        split_backward: whether to profile the halves of a backward too, for schedules with I and W.
+        ties_apart: whether each layer counts a shared parameter as its own, as processes have it that hold
+            one of them each. Without it such layers are refused.
+        divided: makes the fake copy of a layer that one rank has of it (tensor parallelism).
     """
 
     autocast: torch.dtype | None = None
@@ -96,8 +90,7 @@ class Profiler:
 
     def layer(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int] = frozenset()) -> LayerProfile:
         """The profile of one layer. ``unused`` are positions of outputs that nothing after it differentiates.
-
-        Raises ValueError if it returns anything but tensors.
+        `ValueError` if it returns anything but tensors.
         """
         key = (signature(layer), inputs, unused)
         if key not in self._known:
@@ -222,9 +215,7 @@ class LossLayer(nn.Module):
 
 @contextmanager
 def precision(autocast: torch.dtype | None, attention: str = "cpu") -> Iterator[None]:
-    """Mixed precision as in the engine, on fake tensors: weights are cast in each operation again. Autocast
-    is that of the device of `attention`, a CPU or a GPU.
-    """
+    """Mixed precision as in the engine, on fake tensors, with the autocast of the device of `attention`."""
     if autocast is None:
         yield
         return
@@ -279,13 +270,9 @@ FLOPS_PER_BYTE = 10
 
 
 def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]:
-    """An estimate of what each layer costs, the same on every machine: forward on one micro-batch, in
-    floating-point operations or what takes as long.
-
-    Stages are balanced before anything has run, and all processes of a pipeline must come to the same cut, so
-    measured times will not do. The layers are run on fake tensors and charged for their multiplications and
-    for the bytes they move. `example` is a micro-batch; only its shapes and dtypes count, so it may be on the
-    meta device.
+    """An estimate of what each layer costs, the same on every machine and process: forward on one
+    micro-batch, in floating-point operations or what takes as long. `example` is a micro-batch, of which only
+    shapes and dtypes count; it may be on the meta device.
     """
 
     def num_bytes(*tensors: Tensor) -> int:
@@ -365,10 +352,10 @@ class FakeTensors(FakeTensorMode):
 
 
 # The attention of an accelerator, for layers that run on fake tensors of the CPU. Which kernel
-# `scaled_dot_product_attention` takes decides what a layer keeps and computes, and a CPU takes others than
-# a GPU: with dropout it makes all weights, where a GPU keeps none. So the operations that torch would take
-# on the device that is asked about are called by their names, and fake tensors follow torch's own rules for
-# them. Dropout is called the same way: a GPU keeps a byte for each element, a CPU what it multiplied by.
+# `scaled_dot_product_attention` takes decides what a layer keeps: with dropout a CPU makes all weights, where
+# a GPU keeps none. So the operations that torch would take on the device are called by their names, and fake
+# tensors follow torch's rules for them. So is dropout: a GPU keeps a byte for each element, a CPU what it
+# multiplied by.
 #
 #     flash       GPUs since Ampere: in 16 bits and without a mask; otherwise as efficient
 #     efficient   older GPUs, and float32: where keys have as many heads as queries; otherwise as math

@@ -137,14 +137,11 @@ class Timeline:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Timeline:
         """Reads what `to_data` made."""
+        facts = data["num_stages"], data["provenance"], tuple(data["devices"]), dict(data["conditions"])
         return cls(
-            tuple(Event(Action.parse(action), start_s, end_s) for action, start_s, end_s in data["events"]),
-            data["num_stages"],
-            data["provenance"],
-            tuple(data["devices"]),
-            dict(data["conditions"]),
-            tuple(Span(*span) for span in data["work"]),
-            tuple(Span(*span) for span in data["messages"]),
+            tuple(Event(Action.parse(action), *times_s) for action, *times_s in data["events"]),
+            *facts,
+            *[tuple(Span(*span) for span in data[name]) for name in ("work", "messages")],
             tuple(data.get("placement", ())),
             tuple(Span(*span) for span in data.get("collectives", ())),
         )

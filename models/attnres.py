@@ -116,7 +116,7 @@ def attention_residuals(
         num_heads, num_kv_heads: as of Llama.
         vocab_size: V.
         seq_len: length of the example batches; the network takes any.
-        portals: whether sums of blocks are portals, which a pipeline sends past the stages between.
+        portals: whether sums of blocks are portals, which pass the layers between by themselves.
 
     Raises:
         ValueError: an option is out of range.

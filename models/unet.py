@@ -2,9 +2,8 @@
 
 A simplified U-Net of five levels: B convolutions on each level, C channels on the first and twice as many on
 each further one. What travels is the activations with the skips of all levels above, the innermost first; a
-skip passes through every stage between its two ends, unless it is a portal, which goes from the one end to
-the other. The layers are the ones that torchgpipe's published
-partitions count: 241 for (B, C) = (5, 64).
+skip is given on by every layer between its two ends, unless it is a portal, which passes them by itself.
+The layers are the ones that torchgpipe's published partitions count: 241 for (B, C) = (5, 64).
 """
 
 from collections import Counter, OrderedDict
@@ -35,7 +34,7 @@ class OnActivations(nn.Module):
 class Stash(nn.Module):
     """x -> (x, x): the activations become the innermost skip too; nothing is copied.
 
-    With a `portal`, a name, the second x does not travel but waits for the `Join` of that name.
+    With a `portal`, a name, the second x waits for the `Join` of that name.
     """
 
     def __init__(self, portal: str | None = None) -> None:
@@ -106,7 +105,7 @@ def unet(
         dropout: share of the channels dropped behind each convolution.
         image_size: S in pixels, the size of the example batches; the network takes any of at least 2^depth.
         input_channels, output_channels: of the images and of the result.
-        portals: whether the skips are portals, which a pipeline sends past the stages between their ends.
+        portals: whether the skips are portals, which pass the layers between their ends by themselves.
 
     Raises:
         ValueError: an option is out of range.

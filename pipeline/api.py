@@ -30,7 +30,6 @@ from .mesh.gradients import GradScaler, Tie, TiedWeights, clip, decides_for, ref
 from .mesh.grid import Grid, Replicas, join, watch_over
 from .mesh.reduce import data_parallel_of, divided_over
 from .model.parts import OwnLayers, Part, follow
-from .plan.edges import Edge
 from .plan.schedule import Remat, Schedule
 from .plan.timeline import Timeline
 from .ranks.connect import Network, detector_of, network_of
@@ -38,9 +37,9 @@ from .ranks.distributed import PointToPoint, gather_timeline
 from .ranks.failure import FailureDetector
 from .stage.layers import LossFn
 from .stage.stage import Stage
-from .stage.trees import Tree, merge, portals_of
+from .stage.trees import Tree, merge
 from .step import Observer, Steps, refuse_elsewhere
-from .transport import EdgeTransport, InProcess, PortalTransport
+from .transport import EdgeTransport, InProcess
 from .verify import verify
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
@@ -195,15 +194,12 @@ class Pipeline(nn.Module):
                     device,
                     timeout_s=timeout_s,
                     share_memory=share_memory,
-                    portals=self._portal_edges,
                     detector=detector,
                 )
                 check_equal(self.gather((assigned.same_on_all(), seed)))
                 self._tied = self._tie(shared, self._ranks)
                 if network.size > 1:
                     refuse_optimizers(self)
-            if self._portal_edges:
-                self._transport = PortalTransport(self._transport, self._portal_edges)
             for stage in self._stages.values():
                 stage.follow(self._schedule)
             self._steps = Steps(
@@ -218,7 +214,7 @@ class Pipeline(nn.Module):
         modules = assigned.modules
         self._schedule, self._partition = assigned.schedule, assigned.partition
         self._devices, self._layer_names = assigned.devices, tuple(name for name, _ in assigned.named)
-        self._portals, self._portal_edges = assigned.portals, assigned.portal_edges
+        self._portals = assigned.portals
         self.tied_names = {name: tie.names[0] for tie in assigned.ties for name in tie.names[1:]}
         self._whole = [ref(layer) for layer in modules]  # as long as somebody holds them
 
@@ -263,11 +259,6 @@ class Pipeline(nn.Module):
     def partition(self) -> tuple[range, ...]:
         """The layer indices of each stage."""
         return self._partition
-
-    @property
-    def portals(self) -> tuple[Edge, ...]:
-        """The edges of portals, values that skip stages, for `replay`."""
-        return self._portal_edges
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -474,7 +465,7 @@ class Pipeline(nn.Module):
                 seed=self.seed,
                 gather=None if self._replicas is None else self._replicas.gather,
                 compilation=self._compilation,
-                portals=portals_of(self._portals, self._partition, self._portal_edges, index),
+                portals=[self._portals[i] for i in self._partition[index]],
                 tied=tied,
                 elsewhere=partial(refuse_elsewhere, self._elsewhere) if self._elsewhere else None,
                 first_microbatch=first_microbatch,

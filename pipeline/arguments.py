@@ -19,7 +19,6 @@ from . import devices as accelerators  # `devices` is an argument here
 from .memory.profile import layer_costs
 from .mesh.gradients import find_ties
 from .model.parts import OwnLayers
-from .plan.edges import edges_of
 from .plan.named import NAMED, named, shared_by, suggestion
 from .plan.partition import Partition
 from .plan.partition import partition as balanced
@@ -27,7 +26,7 @@ from .plan.schedule import Remat, Schedule, check_sizes
 from .ranks.connect import Network
 from .stage.buffers import refuse_unsupported
 from .stage.compiled import BACKEND, Compilation
-from .stage.trees import Tree, declarations
+from .stage.trees import Tree, portals_of
 
 Device = torch.device | str
 _STAGES_PER_WORKER = 2  # default for schedules that allow any number
@@ -87,8 +86,7 @@ class Assignment:
         devices: of every stage
         local: the stages of this process
         ties: the weights with several places in the model
-        portals: what each layer stashes and pops
-        portal_edges: which portals go from which stage to which
+        portals: those of each layer
     """
 
     def __init__(
@@ -134,8 +132,7 @@ class Assignment:
         homes = [0 if network is None else self.schedule.worker(stage) for stage in range(num_stages)]
         named = [("", layer) for layer in modules] if isinstance(layers, OwnLayers) else self.named
         self.ties = find_ties(named, cuts, homes)
-        self.portals = declarations(modules)
-        self.portal_edges = edges_of(self.portals, cuts)
+        self.portals = portals_of(modules)
 
     def same_on_all(self) -> object:
         """Returns the arguments that must be the same on all ranks of a pipeline."""

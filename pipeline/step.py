@@ -32,7 +32,7 @@ from .ranks.distributed import PointToPoint
 from .stage.layers import LossFn
 from .stage.stage import Stage
 from .stage.trees import Message, Nested, Tree, divide, flatten, num_examples, sizes
-from .transport import EdgeTransport, PortalTransport, StepPlan
+from .transport import EdgeTransport, StepPlan
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
@@ -62,8 +62,7 @@ class Steps:
         self._has_last = schedule.num_stages - 1 in stages
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
-        messages = transport.inner if isinstance(transport, PortalTransport) else transport
-        self._ranks = messages if isinstance(messages, PointToPoint) else None
+        self._ranks = transport if isinstance(transport, PointToPoint) else None
         self._turn = Lock()  # one pass at a time
         self._programs: dict[tuple[int, bool], tuple[tuple[Instruction, ...], Clock]] = {}
         self._rows = schedule  # of the latest step

@@ -35,14 +35,13 @@ from .plan.schedule import Kind
 from .stage.buffers import Statistics
 from .stage.layers import Generators, LayerRunner, LossFn
 from .stage.trees import (
-    Carried,
     Message,
     Tree,
     change,
-    declarations,
     divide,
     flatten,
     num_examples,
+    portals_of,
     sizes,
     tensors_of,
 )
@@ -165,7 +164,7 @@ def _as_pipeline(
     def watched(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(m: int, *arguments: Any) -> Any:
             message = forward(m, *arguments)
-            if isinstance(message, Message) and not pipeline.portals:  # portals leave with the output
+            if isinstance(message, Message):
                 step.outputs[index, m] = _sums(message.tensors)
             return message
 
@@ -197,7 +196,6 @@ def _as_plain(
     num_replicas = 1 + max(each.replica for each in brought)
     num_layers = len(pipeline._layer_names)
     sequence = tuple([layers[index] for index in range(num_layers)])
-    declared = declarations(sequence)
     schedule = pipeline._steps.latest
     ends = {span[-1]: stage for stage, span in enumerate(pipeline.partition[:-1])}
     mine = [[each for each in brought if each.replica == replica] for replica in range(num_replicas)]
@@ -217,7 +215,7 @@ def _as_plain(
         lengths = sizes(num_examples(batch), count)
         runner = LayerRunner(
             sequence, 0, device=device, seed=pipeline.seed, statistics=statistics,
-            portals=Carried(declared) if any(map(any, declared)) else None,
+            portals=portals_of(sequence),
             first_microbatch=replica * pipeline._schedule.num_microbatches,
         )  # fmt: skip
         feed = divide(_moved(batch, device), lengths)
@@ -225,11 +223,10 @@ def _as_plain(
         runner.begin(pipeline.num_steps, targets, loss_fn)
         microbatches = [a.microbatch for a in schedule.row(0) if a.kind is Kind.F and a.microbatch < count]
         for m in microbatches:
-            if not pipeline.portals:
-                calls = enumerate(runner._calls)
-                runner._calls = [
-                    (_noting(call, step, ends[i], m) if i in ends else call, key) for i, (call, key) in calls
-                ]
+            calls = enumerate(runner._calls)
+            runner._calls = [
+                (_noting(call, step, ends[i], m) if i in ends else call, key) for i, (call, key) in calls
+            ]
             loss = runner.loss(m, runner.run(m, feed[m], recording=True))
             step.loss += float(loss.detach()) * lengths[m] / total
             runner.in_backward((loss * (lengths[m] / total)).sum().backward)

@@ -36,11 +36,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..plan.edges import Declared
 from ..plan.simulate import no_collections
 from ..stage.buffers import Statistics
 from ..stage.compiled import signature
-from ..stage.trees import Carried, Tree, change, declarations, tensors_of
+from ..stage.trees import Portals, Tree, change, portals_of, tensors_of
 from .trace import Boundary, LayerProfile
 from .tracker import EventLog, LayerRun, buffer_roles, on_this_rank
 
@@ -278,59 +277,41 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
     def num_bytes(*tensors: Tensor) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    costs, carried = [], Carried(declarations(layers))
+    costs = []
     with FakeTensors(), torch.no_grad():
         value: Tree = change(
             example, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), "the example"
         )
-        for index, layer in enumerate(layers):
+        for layer, portals in zip(layers, portals_of(layers), strict=True):
             fake = fake_copy(layer)
-            moved = num_bytes(*fake.parameters(), *tensors_of(value))
+            own = value[0] if portals.arriving else value  # what passes the layer by costs it nothing
+            moved = num_bytes(*fake.parameters(), *tensors_of(own))
             with FlopCounterMode(display=False) as counter:
-                value = carried.through(index, fake, value)
-            moved += num_bytes(*tensors_of(value, f"the output of {type(layer).__name__}"))
+                value = portals.around(fake)(value)
+            own = value[0] if portals.leaving else value
+            moved += num_bytes(*tensors_of(own, f"the output of {type(layer).__name__}"))
             costs.append(float(counter.get_total_flops() + FLOPS_PER_BYTE * moved))
     return tuple(costs)
 
 
 def passed_on(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The layers of a model whose portals are passed on from each to the next: what is carried past a layer
-    is part of what it takes and gives.
-    """
-    declared, found = declarations(layers), list[nn.Module]()
-    held: tuple[str, ...] = ()
-    for index, (layer, (stashes, pops)) in enumerate(zip(layers, declared, strict=True)):
-        later = {name for each in declared[index + 1 :] for name in each.pops}
-        known = (*held, *stashes)
-        kept = tuple([name for name in known if name in later])
-        if known:
-            # By their places, so that equal layers between other portals are equal.
-            of = {name: str(place) for place, name in enumerate(known)}
-            names = [tuple([of[name] for name in each]) for each in (stashes, pops, held, kept)]
-            layer = _Passing(layer, *names)
-        found.append(layer)
-        held = kept
-    return found
+    """The layers of a model, each with the portals that pass it as part of what it takes and gives."""
+    every = zip(layers, portals_of(layers), strict=True)
+    return [_Passing(layer, portals) if any(portals) else layer for layer, portals in every]
 
 
 class _Passing(nn.Module):
     """A layer as a stage of its own, which portals enter and leave."""
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        stashes: tuple[str, ...],
-        pops: tuple[str, ...],
-        arriving: tuple[str, ...],
-        leaving: tuple[str, ...],
-    ) -> None:
+    def __init__(self, layer: nn.Module, portals: Portals) -> None:
         super().__init__()
-        self.layer, self.names = layer, (stashes, pops, arriving, leaving)
+        self.layer = layer
+        # By their places, so that equal layers between other portals are equal.
+        place = {name: str(i) for i, name in enumerate((*portals.arriving, *portals.stashes))}
+        self.portals = Portals(*[tuple([place[name] for name in names]) for names in portals])
 
     def forward(self, given: Any) -> Any:
-        stashes, pops, arriving, leaving = self.names
-        carried = Carried([Declared(stashes, pops)], arriving, leaving)
-        return carried.leave(carried.through(0, self.layer, carried.enter(given)))
+        return self.portals.around(self.layer)(given)
 
 
 _NORMALIZATION_BACKWARD = torch.ops.aten.native_batch_norm_backward.default

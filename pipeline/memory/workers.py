@@ -209,7 +209,7 @@ def places(stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahea
     """
     if not isinstance(receive_ahead, Transport):
         return [NOWHERE] * len(stages)
-    found, rings = [], rings_of(schedule, accelerated=receive_ahead.accelerated)
+    found, rings = [], rings_of(schedule, receive_ahead.accelerated)
     for index, stage in enumerate(stages):
         comes, num_bytes = [False, False], 0
         for back, size in enumerate((stage.input_bytes, stage.output_gradient_bytes)):

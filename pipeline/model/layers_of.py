@@ -254,10 +254,6 @@ class _BertHead(Part):
 # makes for all of them, and the source's mask; in the decoder (y, [bias], memory, masks), where the memory is
 # the encoder's result. Source and target are embedded by the first layer, so that one table serves both; the
 # embedded target and its mask go to the decoder as portals, past the encoder.
-#
-# The memory is passed from block to block of the decoder. As a portal from the encoder's end it would be sent
-# as often, once to each stage of the decoder, and so would its gradient, which the blocks then no longer add
-# up in one order.
 
 _T5_MASKS = ("attention_mask", "decoder_attention_mask")
 

@@ -1,9 +1,7 @@
 """Edges: what stages send each other, and the buffers that workers receive it in, derived from the schedule.
 
-An edge leads from one stage to another; activations go along it and gradients back, one message each for a
-micro-batch. The chain has one from each stage to the next; a portal that passes stages by is an edge with
-names, which follow from the declarations and the cuts alone (`edges_of`): layers 0 stash a | 1 stash b, pop b
-| 2 pop a make one edge, from stage 0 to 2. Edges within a worker need no buffers.
+An edge leads from one stage to the next; activations go along it and gradients back, one message each for a
+micro-batch. Edges within a worker need no buffers.
 
 A receive that is posted only when its tensor is needed puts the whole transfer on the critical path, and
 posting everything at once would need a buffer for every micro-batch. So each direction of an edge has a ring
@@ -55,12 +53,11 @@ SMALL_BYTES = 2**18
 
 
 class Edge(NamedTuple):
-    """An edge from one stage to another. Edges of the chain have their source's number and no names."""
+    """An edge from one stage to the next, which has its source's number."""
 
     number: int
     source: int
     target: int
-    names: tuple[str, ...] = ()
 
 
 Direction = tuple[int, bool]
@@ -120,7 +117,7 @@ def chain(num_stages: int) -> tuple[Edge, ...]:
 
 def messages_of(schedule: Schedule, edge: Edge, *, back: bool) -> tuple[Transfer, ...]:
     """Every message of one direction of an edge in a step, in the order in which its receiver needs them."""
-    source, target = (edge.target, edge.source) if back else edge[1:3]
+    source, target = (edge.target, edge.source) if back else edge[1:]
     kinds = (Kind.B, Kind.I) if back else (Kind.F,)
     made = {}
     if back:
@@ -142,25 +139,19 @@ def turns(schedule: Schedule, worker: int, source: int, *, back: bool) -> tuple[
     return tuple([(message.target.stage, message.target.microbatch) for message in messages])
 
 
-def rings_of(
-    schedule: Schedule, portals: Sequence[Edge] = (), *, accelerated: bool = False
-) -> dict[Direction, Rings]:
-    """The rings of every direction of an edge, of the chain or of `portals`, that joins two workers.
+@derived
+def rings_of(schedule: Schedule, accelerated: bool = False) -> dict[Direction, Rings]:
+    """The rings of every direction of an edge that joins two workers.
 
     `accelerated` says whether messages travel from device to device, where some rings need more buffers.
     """
-    return _rings_of(schedule, tuple(portals), accelerated)
-
-
-@derived
-def _rings_of(schedule: Schedule, portals: tuple[Edge, ...], accelerated: bool) -> dict[Direction, Rings]:
     edges = [
         edge
-        for edge in (*chain(schedule.num_stages), *portals)
+        for edge in chain(schedule.num_stages)
         if schedule.worker(edge.source) != schedule.worker(edge.target)
     ]
-    slots, rounds = _slots(schedule, portals, accelerated)
-    ahead, forward_rounds = _forwards_ahead(schedule, portals) if accelerated else ({}, {})
+    slots, rounds = _slots(schedule, accelerated)
+    ahead, forward_rounds = _forwards_ahead(schedule) if accelerated else ({}, {})
     found = {}
     for edge in edges:
         for back in (False, True):
@@ -181,26 +172,6 @@ def _rings_of(schedule: Schedule, portals: tuple[Edge, ...], accelerated: bool) 
     return found
 
 
-def refuse_other_orders(schedule: Schedule, portals: Sequence[Edge]) -> None:
-    """`ValueError` for a portal between accelerators whose ends take the micro-batches in different orders:
-    it has a connection of its own there, on which messages are told apart by their order alone.
-    """
-    for edge in portals:
-        for back in (False, True):
-            messages = messages_of(schedule, edge, back=back)
-            makers = {message.source for message in messages}
-            row = schedule.row(messages[0].source.stage) if messages else ()
-            sent = [action.microbatch for action in row if action in makers]
-            needed = [message.target.microbatch for message in messages]
-            if sent != needed and schedule.worker(edge.source) != schedule.worker(edge.target):
-                raise ValueError(
-                    f"portal {edge.names[0]!r} leads from stage {edge.source} to stage {edge.target}, which "
-                    f"take the micro-batches in different orders ({sent[:4]}... and {needed[:4]}...); "
-                    "between accelerators they must be the same. Use another schedule, or pass the tensor "
-                    "through the layers between"
-                )
-
-
 @dataclass
 class _Queue:
     """Messages from one worker to another whose receives are posted in one order, with their rings."""
@@ -213,35 +184,24 @@ class _Queue:
     posted: int = 0
 
 
-def _queues(
-    schedule: Schedule, portals: Sequence[Edge], kinds: tuple[Kind, ...], *, strict: bool
-) -> list[_Queue]:
+def _queues(schedule: Schedule, kinds: tuple[Kind, ...], *, strict: bool) -> list[_Queue]:
     """All messages between workers that actions of these kinds make. A sender goes on when at most
-    `SENDS_ON_THE_WAY` of the chain are without a buffer, and any number of portals; where it is `strict`,
-    when none is. Forwards alone of several stages for each worker hold up no other worker.
+    `SENDS_ON_THE_WAY` are without a buffer; where it is `strict`, when none is. Forwards alone of several
+    stages for each worker hold up no other worker.
     """
     bounded = SENDS_ON_THE_WAY if len(kinds) > 1 or not schedule.placement else None
     found = []
     for (source, target, back), messages in channels(schedule).items():
         keyed = [((m.target.stage if back else m.source.stage, back), m) for m in messages]
         found.append(_Queue(source, target, keyed, 0 if strict else bounded))
-    for edge in portals:
-        for back in (False, True):
-            ends = schedule.worker(edge.source), schedule.worker(edge.target)
-            source, target = ends[::-1] if back else ends
-            keyed = [((edge.number, back), m) for m in messages_of(schedule, edge, back=back)]
-            if source != target:
-                found.append(_Queue(source, target, keyed, 0 if strict else None))
     return [queue for queue in found if queue.messages[0][1].target.kind in kinds]
 
 
-def _slots(
-    schedule: Schedule, portals: tuple[Edge, ...], accelerated: bool
-) -> tuple[dict[Direction, int], Rounds]:
+def _slots(schedule: Schedule, accelerated: bool) -> tuple[dict[Direction, int], Rounds]:
     """The buffers of every ring: what suffices as a rule, and more where the schedule would stop for good;
     and the round of each action.
     """
-    edges = (*chain(schedule.num_stages), *portals)
+    edges = chain(schedule.num_stages)
     slots = {key: number for edge in edges for key, number in _as_a_rule(schedule, edge)}
     ends = {stage: ends_of(schedule.row(stage)) for stage in range(schedule.num_stages)}
     frees: dict[Action, list[Direction]] = {}
@@ -249,7 +209,7 @@ def _slots(
         for back in (False, True):
             for action in ends[edge.source if back else edge.target]:
                 frees.setdefault(action, []).append((edge.number, back))
-    return _grown(schedule, portals, tuple(Kind), slots, frees, strict=accelerated)
+    return _grown(schedule, tuple(Kind), slots, frees, strict=accelerated)
 
 
 def _as_a_rule(schedule: Schedule, edge: Edge) -> list[tuple[Direction, int]]:
@@ -262,8 +222,8 @@ def _as_a_rule(schedule: Schedule, edge: Edge) -> list[tuple[Direction, int]]:
     until its sender, which is computing, looks again. For gradients, one where a recomputation before every
     backward (but that of the last micro-batch) hides the transfer, two where nothing does.
     """
-    halved = [any(action.kind is Kind.W for action in schedule.row(stage)) for stage in edge[1:3]]
-    in_flight = [schedule.in_flight(stage) for stage in edge[1:3]]
+    halved = [any(action.kind is Kind.W for action in schedule.row(stage)) for stage in edge[1:]]
+    in_flight = [schedule.in_flight(stage) for stage in edge[1:]]
     hidden = remat_of(schedule.remat, edge.source) in ("always", "except_last")
     return [
         ((edge.number, False), max(in_flight[0], in_flight[1] + halved[1])),
@@ -271,22 +231,21 @@ def _as_a_rule(schedule: Schedule, edge: Edge) -> list[tuple[Direction, int]]:
     ]
 
 
-def _forwards_ahead(schedule: Schedule, portals: tuple[Edge, ...]) -> tuple[dict[Direction, int], Rounds]:
+def _forwards_ahead(schedule: Schedule) -> tuple[dict[Direction, int], Rounds]:
     """Returns the buffers and rounds of a pass of forwards alone between accelerators. In such a pass a
     received tensor is copied out of its buffer when its action begins.
     """
     frees: dict[Action, list[Direction]] = {}
     slots: dict[Direction, int] = {}
-    for edge in (*chain(schedule.num_stages), *portals):
+    for edge in chain(schedule.num_stages):
         slots[edge.number, False] = FORWARDS_AHEAD
         for message in messages_of(schedule, edge, back=False):
             frees.setdefault(message.target, []).append((edge.number, False))
-    return _grown(schedule, portals, (Kind.F,), slots, frees, strict=True)
+    return _grown(schedule, (Kind.F,), slots, frees, strict=True)
 
 
 def _grown(
     schedule: Schedule,
-    portals: Sequence[Edge],
     kinds: tuple[Kind, ...],
     slots: dict[Direction, int],
     frees: dict[Action, list[Direction]],
@@ -298,7 +257,7 @@ def _grown(
     """
     while True:
         walk = Walk(schedule, kinds)
-        rounds = _run(walk, _queues(schedule, portals, kinds, strict=strict), slots, frees)
+        rounds = _run(walk, _queues(schedule, kinds, strict=strict), slots, frees)
         if rounds is not None:
             return slots, rounds
         if min(slots.values(), default=schedule.num_microbatches) >= schedule.num_microbatches:
@@ -390,66 +349,3 @@ def _ring(order: Sequence[int], ends: Sequence[int], num_slots: int) -> Ring:
             following[microbatch] = now = waiting.popleft()
             slot[now] = slot[microbatch]
     return Ring(num_slots, tuple(order), tuple(slot), tuple(initial), tuple(following))
-
-
-class Declared(NamedTuple):
-    """The portal names that one layer stashes, and those that it pops."""
-
-    stashes: tuple[str, ...] = ()
-    pops: tuple[str, ...] = ()
-
-
-def check(declared: Sequence[Declared]) -> None:
-    """`ValueError`, which names the portal, unless each is stashed once and popped by later layers only."""
-    home: dict[str, int] = {}
-    for index, layer in enumerate(declared):
-        for name in layer.stashes:
-            if name in home:
-                raise ValueError(
-                    f"portal {name!r} is stashed by layer {home[name]} and by layer {index}; give each a "
-                    "name of its own"
-                )
-            home[name] = index
-    popped: set[str] = set()
-    for index, layer in enumerate(declared):
-        for name in layer.pops:
-            if name not in home:
-                raise ValueError(f"layer {index} pops portal {name!r}, which no layer stashes")
-            if home[name] >= index:
-                raise ValueError(
-                    f"layer {index} pops portal {name!r}, which layer {home[name]} stashes; a portal leads "
-                    "to a later layer"
-                )
-            if layer.pops.count(name) > 1:
-                raise ValueError(f"layer {index} pops portal {name!r} more than once; it is given it once")
-            popped.add(name)
-    for name, index in home.items():
-        if name not in popped:
-            raise ValueError(f"layer {index} stashes portal {name!r}, which no later layer pops")
-
-
-def edges_of(declared: Sequence[Declared], spans: Sequence[range]) -> tuple[Edge, ...]:
-    """The edges of portals between stages of these layers, by source and target, numbered on from those of
-    the chain; `check` has passed.
-    """
-    first = len(spans) - 1
-    stage_of = {layer: stage for stage, span in enumerate(spans) for layer in span}
-    home = {name: stage_of[i] for i, layer in enumerate(declared) for name in layer.stashes}
-    found: dict[tuple[int, int], dict[str, None]] = {}
-    for name, source in home.items():
-        for index, layer in enumerate(declared):
-            if name in layer.pops and (target := stage_of[index]) != source:
-                found.setdefault((source, target), {})[name] = None
-    return tuple(
-        [Edge(i, *ends, tuple(names)) for i, (ends, names) in enumerate(sorted(found.items()), first)]
-    )
-
-
-def arriving(edges: Sequence[Edge], stage: int) -> tuple[str, ...]:
-    """Names of the portals that end in a stage and come from others, in the order of its edges."""
-    return tuple([name for edge in edges if edge.target == stage for name in edge.names])
-
-
-def leaving(edges: Sequence[Edge], stage: int) -> tuple[str, ...]:
-    """Names of the portals that begin in a stage and end in others."""
-    return tuple(dict.fromkeys(name for edge in edges if edge.source == stage for name in edge.names))

@@ -32,7 +32,7 @@ from torch import distributed as dist
 
 from .. import devices
 from ..errors import ActionError, PeerError
-from ..plan.edges import Direction, Edge, refuse_other_orders
+from ..plan.edges import Direction
 from ..plan.schedule import Action, Schedule
 from ..plan.walk import channels
 from .failure import FailureDetector, Store, backend, bounded, watch_in_thread
@@ -188,19 +188,13 @@ class Session:
 
 
 def open_connections(
-    session: Session, schedule: Schedule, lines: Sequence[Edge] = (), *, share_memory: bool
-) -> tuple[
-    Connection,
-    ObjectCollectives,
-    dict[tuple[bool, bool], Connection],
-    Connection,
-    dict[Direction, Connection],
-]:
+    session: Session, schedule: Schedule, *, share_memory: bool
+) -> tuple[Connection, ObjectCollectives, dict[tuple[bool, bool], Connection], Connection]:
     """Connects the rank of the session with all others, which must call too, and watches them from then on.
 
     Returns connections that go ways of their own, so that none queues behind another: for headers and
     specs, which the host reads; for what all ranks exchange outside of steps; for activations and
-    gradients, by the way that they take; for the loss; and for portals.
+    gradients, by the way that they take; and for the loss.
 
     `PeerError` or `StoreError` for a rank that does not come within the timeout; `ValueError`, on every rank
     alike, where one uses a GPU and another none.
@@ -209,7 +203,7 @@ def open_connections(
     near = neighbours(
         partial(session.store.exchange, rank=network.rank, size=network.size, timeout_s=session.timeout_s),
         network.rank,
-        peers(schedule, network.rank, lines),
+        peers(schedule, network.rank),
         device_type=session.device.type,
         willing=share_memory and not accelerated,
         timeout_s=session.timeout_s,
@@ -231,23 +225,10 @@ def open_connections(
     if accelerated and schedule.placement:
         loss = session.connect("loss", near, accelerated=accelerated)
         first_messages += [(loss, *pair) for pair in pairwise(loss_chain(schedule))]
-    portals: dict[Direction, Connection] = {}
-    if lines and not accelerated:  # tags tell their messages apart
-        portals = dict.fromkeys(
-            [(line.number, gradients) for line in lines for gradients in (False, True)],
-            session.connect("portals", near),
-        )
-    for line in lines if accelerated else ():  # one for each that joins two ranks, and one back
-        source, target = schedule.worker(line.source), schedule.worker(line.target)
-        if source != target:
-            for gradients, ends in ((False, (source, target)), (True, (target, source))):
-                name = f"portal {line.number}{' back' * gradients}"
-                portals[line.number, gradients] = session.connect(name, near, accelerated=True)
-                first_messages.append((portals[line.number, gradients], *ends))
     session.watch()
     if accelerated:
         warm_up(session, first_messages)
-    return control, collectives, by_heading, loss, portals
+    return control, collectives, by_heading, loss
 
 
 def warm_up(session: Session, first_messages: Iterable[FirstMessage]) -> None:
@@ -369,9 +350,7 @@ def _name(token: str, rank: int) -> str:
 #
 # A connection takes what is sent between two ranks in one order, so activations and gradients have one
 # each. Where ranks have several stages, activations also go down the ranks and gradients up, which gets
-# connections of its own: over NCCL a rank that waits on a connection cannot send on it. Portals have a
-# connection of their own, so that none queues behind another message; between accelerators, where messages
-# are told apart by their order alone, each edge of a portal has one there and one back.
+# connections of its own: over NCCL a rank that waits on a connection cannot send on it.
 #
 # Only the rank of the first stage sees the mini-batch. A header is known before anything happens, so it
 # passes from rank to rank, in the order of their first stages, along connections that are there anyway. The
@@ -405,32 +384,20 @@ def connection_names(schedule: Schedule) -> dict[tuple[bool, bool], str]:
     return names
 
 
-def refuse_edges(schedule: Schedule, portals: Sequence[Edge], *, accelerated: bool) -> None:
-    """`ValueError` for more messages than there are tags, and for portals that processes cannot exchange."""
-    num_edges = schedule.num_stages + len(portals)
-    if 2 * num_edges * schedule.num_microbatches > MOST_MESSAGES:
+def refuse_too_many(schedule: Schedule) -> None:
+    """`ValueError` for more messages than there are tags."""
+    if 2 * schedule.num_stages * schedule.num_microbatches > MOST_MESSAGES:
         raise ValueError(
-            f"{schedule.num_stages} stages and {len(portals)} portals between them with "
-            f"{schedule.num_microbatches} micro-batches are more than {MOST_MESSAGES} messages a step; "
-            "choose fewer micro-batches"
+            f"{schedule.num_stages} stages with {schedule.num_microbatches} micro-batches are more than "
+            f"{MOST_MESSAGES} messages a step; choose fewer micro-batches"
         )
-    if accelerated:
-        refuse_other_orders(schedule, portals)
-    for edge in portals:
-        between = schedule.worker(edge.source) != schedule.worker(edge.target)
-        if between and len(edge.names) > MOST_TENSORS:
-            raise ValueError(
-                f"{len(edge.names)} portals lead from stage {edge.source} to stage {edge.target}; at most "
-                f"{MOST_TENSORS} can"
-            )
 
 
-def peers(schedule: Schedule, rank: int, portals: Sequence[Edge] = ()) -> set[int]:
+def peers(schedule: Schedule, rank: int) -> set[int]:
     """The ranks that `rank` exchanges messages with in a step, where hosts wait for them: tensors, the header
     and the loss.
     """
     pairs = {(source, target) for source, target, _ in channels(schedule)}
-    pairs |= {(schedule.worker(edge.source), schedule.worker(edge.target)) for edge in portals}
     pairs |= set(pairwise(header_chain(schedule)))
     pairs |= {(loss_chain(schedule)[0], other) for other in loss_chain(schedule)}
     return {end for pair in pairs if rank in pair for end in pair} - {rank}

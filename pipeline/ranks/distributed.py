@@ -6,11 +6,6 @@ first real micro-batch (`ends.Control`): the model is never run on made-up data,
 batch-normalization averages and need memory of its own. The first rank numbers the kinds of steps it meets
 (shapes, dtypes, training or not) and tells the number before each step, so the other ranks need not see the
 batch.
-
-A portal goes straight from the rank that stashes to the one that pops. No send of one is waited for while it
-may still be on its way. Through shared memory it says itself when it has left; over a network, which says
-nothing before somebody waits, a portal has arrived when its gradient is back, and a gradient when the step is
-over.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ from __future__ import annotations
 import socket
 import time
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +41,7 @@ from .connect import (
     loss_route,
     network_of,
     open_connections,
-    refuse_edges,
+    refuse_too_many,
 )
 from .ends import (
     FRAMES_AHEAD,
@@ -71,9 +66,9 @@ class PointToPoint:
     """The transport of one worker in a process group whose rank k runs the stages of worker k.
 
     `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
-    tensors through memory; `portals` are the edges past the chain, between all stages; `detector` knows of
-    failures of all processes that end with this one, by default the ranks of the group. After a failure the
-    pipeline's own connections are closed on all ranks; `group` itself is not touched.
+    tensors through memory; `detector` knows of failures of all processes that end with this one, by default
+    the ranks of the group. After a failure the pipeline's own connections are closed on all ranks; `group`
+    itself is not touched.
     """
 
     def __init__(
@@ -84,17 +79,16 @@ class PointToPoint:
         *,
         timeout_s: float,
         share_memory: bool = True,
-        portals: Sequence[Edge] = (),
         detector: FailureDetector | None = None,
     ) -> None:
         network = network_of(group)
-        refuse_edges(schedule, portals, accelerated=network.is_accelerated(device))
+        refuse_too_many(schedule)
         self.rank, self.size = network.rank, network.size
         self._detector = detector = detector or detector_of(network, timeout_s)
         session = self._session = Session(network, device, detector, timeout_s=timeout_s)
         try:
-            control, self._collectives, self._by_heading, self._of_loss, self._of_portals = open_connections(
-                session, schedule, portals, share_memory=share_memory
+            control, self._collectives, self._by_heading, self._of_loss = open_connections(
+                session, schedule, share_memory=share_memory
             )
         except (PeerError, StoreError) as error:
             raise self.abort(None, error) from error
@@ -105,7 +99,7 @@ class PointToPoint:
         self.close = weakref.finalize(self, session.close)
         self.close.atexit = session.is_accelerated or detector.is_grid
         self._full, self._device = schedule, device
-        self._chain, self._portals = chain(schedule.num_stages), tuple(portals)
+        self._chain = chain(schedule.num_stages)
         self._agreements, self._agreement = Agreements(), Agreement(())
         self._training = True
         # A receiver that knows no spec yet has posted nothing, and may wait for something else than it is
@@ -128,31 +122,21 @@ class PointToPoint:
         backward = (Kind.B, Kind.I)
         self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in backward}
         self._progress = Progress() if self._session.is_accelerated else None
-        rings = rings_of(schedule, self._portals, accelerated=self._session.is_accelerated)
+        rings = rings_of(schedule, self._session.is_accelerated)
         self._senders: dict[Direction, Sender] = {}
         self._receivers, self._queues = {}, list[ReceiveQueue]()
-        self._at_stage: dict[int, list[Receiver]] = {}
         count = schedule.num_microbatches
         self._tags = {
             (edge.number, back): [
                 first_tag((edge.number, back), microbatch, count) for microbatch in range(count)
             ]
-            for edge in (*self._chain, *self._portals)
+            for edge in self._chain
             for back in (False, True)
         }
         self._names: dict[Direction, str] = {}  # of what goes along an edge and back, for people
         for edge in self._chain:
             self._names[edge.number, False] = f"output of stage {edge.source}"
             self._names[edge.number, True] = f"gradient of the input of stage {edge.target}"
-        for edge in self._portals:
-            self._names[edge.number, False] = name = f"portal {', '.join(map(repr, edge.names))}"
-            self._names[edge.number, True] = f"gradient of {name}"
-
-        def receiving(queue: ReceiveQueue, direction: Direction, stage: int) -> Receiver:
-            found = Receiver(queue, rings[direction], self._device, self._tags[direction])
-            self._receivers[direction] = found
-            self._at_stage.setdefault(stage, []).append(found)
-            return found
 
         for source, target, back in channels(schedule):
             if rank == source:
@@ -163,23 +147,15 @@ class PointToPoint:
                 queue = ReceiveQueue(
                     self._by_heading[back, target > source], source, self._progress, back=back
                 )
-                order = [stage for stage, _ in turns(schedule, target, source, back=back)]
-                ends = {stage: receiving(queue, (stage - (not back), back), stage) for stage in set(order)}
-                queue.order = [ends[stage] for stage in order]
+                order = [
+                    (stage - (not back), back) for stage, _ in turns(schedule, target, source, back=back)
+                ]
+                for direction in set(order):
+                    self._receivers[direction] = Receiver(
+                        queue, rings[direction], self._device, self._tags[direction]
+                    )
+                queue.order = [self._receivers[direction] for direction in order]
                 self._queues.append(queue)
-        for edge in self._portals:
-            for back in (False, True):
-                start, end = (edge.target, edge.source) if back else edge[1:3]
-                source, target, direction = schedule.worker(start), schedule.worker(end), (edge.number, back)
-                if source == target or rank not in (source, target):
-                    continue
-                connection = self._of_portals[direction]
-                if rank == source:
-                    self._senders[direction] = Sender(connection, target, edge.names[0])
-                else:
-                    queue = ReceiveQueue(connection, source, self._progress, back=back)
-                    queue.order = [receiving(queue, direction, end)] * schedule.num_microbatches
-                    self._queues.append(queue)
 
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""
@@ -230,7 +206,7 @@ class PointToPoint:
         return found
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
-        """Hands what an edge carries to the stage where it ends."""
+        """Hands an output to the stage where the edge ends."""
         direction = edge.number, False
         sender = self._senders.get(direction)
         if sender is None:
@@ -259,7 +235,7 @@ class PointToPoint:
                     spec = specs[length] = spec._replace(structure=message.structure)
         tensors = conform(message.tensors, spec, self._device, self._names[direction])
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
-        if self._progress is not None and not edge.names:
+        if self._progress is not None:
             self._go_on(self._progress)
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
@@ -301,7 +277,7 @@ class PointToPoint:
             self._control.send(sender.target, (direction, length), spec, target)
         tensors = conform(gradients, spec, self._device, self._names[direction])
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
-        if self._progress is not None and not edge.names:
+        if self._progress is not None:
             self._go_on(self._progress)
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
@@ -315,16 +291,14 @@ class PointToPoint:
         specs = self._agreement.specs[direction]
         if length not in specs:
             specs[length] = self._control.receive(receiver.queue.source, (direction, length), source)
-        gradients = receiver.take(microbatch, source)
-        if edge.names:
-            self._senders[edge.number, False].arrived(microbatch)
-        return gradients
+        return receiver.take(microbatch, source)
 
     def release(self, stage: int, microbatch: int) -> None:
         if self._progress is not None:
             self._go_on(self._progress)
-        for receiver in self._at_stage.get(stage, ()):
-            receiver.release(microbatch)
+        for direction in ((stage - 1, False), (stage, True)):
+            if direction in self._receivers:
+                self._receivers[direction].release(microbatch)
 
     def _go_on(self, progress: Progress) -> None:
         """Counts a call; the time of some receives may have come."""

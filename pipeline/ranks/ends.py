@@ -32,7 +32,7 @@ from torch import Tensor
 from ..errors import PeerError
 from ..plan.edges import SMALL_BYTES, Direction, Rings, is_one_too_many
 from ..plan.schedule import Action
-from ..stage.trees import Message, Nested, Structure, portal_changed, version
+from ..stage.trees import Message, Nested, Structure
 from .wire import Buffer, Connection, TensorSpec, Transit, flat
 
 
@@ -67,18 +67,13 @@ class _Sending(NamedTuple):
     works: list[Transit]
     tensors: list[Tensor]  # kept until they are gone
     action: Action | None  # what receives them
-    versions: list[int]
 
 
 class Sender:
-    """The end from which messages leave for rank `target`.
+    """The end from which messages leave for rank `target`."""
 
-    No send of a portal, whose name is given, is waited for while it may still be on its way, and its tensors
-    must not be changed in place before they have arrived.
-    """
-
-    def __init__(self, connection: Connection, target: int, portal: str | None = None) -> None:
-        self._connection, self.target, self._portal = connection, target, portal
+    def __init__(self, connection: Connection, target: int) -> None:
+        self._connection, self.target = connection, target
         self._queue: deque[_Sending] = deque()
 
     def send(
@@ -89,22 +84,9 @@ class Sender:
         """
         queue, send, target = self._queue, self._connection.send, self.target
         works = [send(tensor, target, tag + i, action) for i, tensor in enumerate(tensors) if tensor.numel()]
-        if self._portal is None:
-            queue.append(_Sending(works, tensors, action, []))
-            if bounded and is_one_too_many(
-                len(queue), sum([t.nbytes for t in queue[0].tensors]), SMALL_BYTES
-            ):
-                self._wait(queue.popleft())
-            return
-        queue.append(_Sending(works, tensors, action, [version(tensor) for tensor in tensors]))
-        while queue and all(getattr(work, "gone", False) for work in queue[0].works):
+        queue.append(_Sending(works, tensors, action))
+        if bounded and is_one_too_many(len(queue), sum([t.nbytes for t in queue[0].tensors]), SMALL_BYTES):
             self._wait(queue.popleft())
-
-    def arrived(self, microbatch: int) -> None:
-        """The message of a micro-batch is known to have arrived."""
-        for sending in [each for each in self._queue if each.action and each.action.microbatch == microbatch]:
-            self._queue.remove(sending)
-            self._wait(sending)
 
     def finish(self) -> None:
         """Waits until everything is gone."""
@@ -114,8 +96,6 @@ class Sender:
     def _wait(self, sending: _Sending) -> None:
         for work in sending.works:
             self._connection.wait(work, sending.action, self.target)
-        if self._portal is not None and sending.versions != [version(each) for each in sending.tensors]:
-            raise portal_changed(self._portal)
 
 
 def conform(

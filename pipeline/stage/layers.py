@@ -30,7 +30,7 @@ from .. import devices
 from ..devices import Mark, Transfers
 from .buffers import Statistics
 from .compiled import Compilation, compile_layers, without_graph
-from .trees import Carried, Structure, Tree, flatten, unflatten
+from .trees import Portals, Structure, Tree, flatten, unflatten
 
 Result = TypeVar("Result")
 Batch = TypeVar("Batch", bound=Tree | None)  # None: there is no target
@@ -43,7 +43,7 @@ class LayerRunner:
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are; `first_microbatch` is micro-batch 0's number among those of all
     replicas; it keys the streams too. `statistics`: batch-norm averages. With a `compilation` the layers are
-    compiled (`compiled`). `portals` are those of layers that stash or pop.
+    compiled (`compiled`). `portals` are those of each layer.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LayerRunner:
         seed: int,
         statistics: Statistics,
         compilation: Compilation | None = None,
-        portals: Carried | None = None,
+        portals: Sequence[Portals] = (),
         first_microbatch: int = 0,
     ) -> None:
         self.layers, self.first_layer, self._first_microbatch = layers, first_layer, first_microbatch
@@ -63,7 +63,7 @@ class LayerRunner:
         self._normalizes = bool(statistics.meters)
         self._generators = Generators(device)
         self._compiled = None if compilation is None else compile_layers(layers, first_layer, compilation)
-        self._portals = portals
+        self._portals = portals if any(map(any, portals)) else ()
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
         # Each layer, and its stream's key (None: draws nothing).
@@ -82,16 +82,14 @@ class LayerRunner:
         """Prepares step number `step`, which keys the random streams, under the current autocast."""
         self._targets, self._loss_fn = targets, loss_fn
         calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
-        if self._portals is not None:
-            calls = [self._portals.around(i, call) for i, call in enumerate(calls)]
+        if self._portals:
+            calls = [each.around(call) for each, call in zip(self._portals, calls, strict=True)]
         place, found = self.first_layer, []
         for layer, call in zip(self.layers, calls, strict=True):
             # Each step, since hooks may change.
             found.append((call, layer_key(self.seed, step, place) if may_draw(layer) else None))
             place += 1
         self._calls = found
-        if self._portals is not None:
-            self._calls = [(self._portals.enter, None), *found, (self._portals.leave, None)]
         draws = targets != () and loss_fn is not None and may_draw(loss_fn)
         self._loss_key = layer_key(self.seed, step, place) if draws else None
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
@@ -100,8 +98,6 @@ class LayerRunner:
     def release(self) -> None:
         """Lets go of what belongs to the user: the targets and the loss."""
         self._targets, self._loss_fn = (), None
-        if self._portals is not None:
-            self._portals.drop()
 
     def run(self, m: int, value: Tree, *, recording: bool) -> Tree:
         """The layers in order, each with its own random stream; the user's generators are given back

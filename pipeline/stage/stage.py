@@ -34,7 +34,7 @@ from .first_step import FirstStep
 from .layers import Arriving, LayerRunner, LossFn, deliver
 from .split_backward import Split, Weights, run_engine
 from .tensors import ENTRY, MicrobatchState, is_divided, overlapping, separate
-from .trees import Carried, Message, Tree, flatten, unflatten, version
+from .trees import Message, Portals, Tree, flatten, unflatten, version
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()
@@ -77,7 +77,7 @@ class Stage:
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `gather` is passed to `buffers.Statistics`. `compilation` is
-    for layers that shall be compiled; `portals` are those of the layers, `tied` are
+    for layers that shall be compiled; `portals` are those of each layer, `tied` are
     weights that other stages use, too. `first_microbatch` is the number of micro-batch 0 among those of all
     replicas, which keys the random streams, too. `reduction` makes the `Reduction` of this stage. `elsewhere`
     is called with each parameter that is of no layer here, and raises if another process trains it.
@@ -94,7 +94,7 @@ class Stage:
         seed: int = 0,
         gather: Gather | None = None,
         compilation: Compilation | None = None,
-        portals: Carried | None = None,
+        portals: Sequence[Portals] = (),
         tied: Collection[nn.Parameter] = (),
         first_microbatch: int = 0,
         reduction: Callable[[Any], Reduction] | None = None,

@@ -17,8 +17,8 @@ are two dicts with other keys or the same keys in another order. What may be tak
 
 A layer that stashes a portal has its name in `stashes` and gives a tuple: its output and a tensor for each
 name. One that pops has names in `pops` and takes a tuple: its input and a tensor for each name. Nothing else
-makes it special, so a model can say so without importing anything from here. For the stage a portal from
-elsewhere is one more input, and one that leads elsewhere one more output.
+makes it special, so a model can say so without importing anything from here. On its way from the one to the
+other the tensor is one more input and output of each layer between, and so of each stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
@@ -35,8 +34,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-from ..plan.edges import Declared, Edge, arriving, check, leaving
 
 # What a layer takes and gives: a tensor or a pytree of tensors and constants.
 Tree = Any
@@ -343,17 +340,68 @@ class PortalSequential(nn.Sequential):
 
 def run_through(layers: Sequence[nn.Module], value: Tree) -> Tree:
     """Runs layers on `value` one after another, with their portals."""
-    carried = Carried(declarations(layers))
-    for index, layer in enumerate(layers):
-        value = carried.through(index, layer, value)
+    for layer, portals in zip(layers, portals_of(layers), strict=True):
+        value = portals.around(layer)(value)
     return value
 
 
-def declarations(layers: Iterable[nn.Module]) -> tuple[Declared, ...]:
-    """Returns the portals that each layer declares. `ValueError` names one that cannot work as a portal."""
+class Portals(NamedTuple):
+    """The names of the portals that a layer stashes and pops, and of those that it takes and gives beside
+    its value: they come from layers before, and are popped here or later.
+    """
+
+    stashes: tuple[str, ...]
+    pops: tuple[str, ...]
+    arriving: tuple[str, ...]
+    leaving: tuple[str, ...]
+
+    def around(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """The layer as it stands in the chain: with portals it takes and gives `(value, *tensors)`."""
+        return partial(self._run, layer) if any(self) else layer
+
+    def _run(self, layer: Callable[..., Any], given: Tree) -> Tree:
+        value, *arrived = given if self.arriving else (given,)
+        held: dict[str, Tensor] = dict(zip(self.arriving, arrived, strict=True))
+        versions = {name: version(tensor) for name, tensor in held.items()}
+        if self.pops:
+            value = (value, *[held[name] for name in self.pops])
+        value = layer(value)
+        if self.stashes:
+            value, *stashed = self._parted(value)
+            held.update(zip(self.stashes, stashed, strict=True))
+        for name in self.leaving:
+            if name in versions and versions[name] != version(held[name]):
+                raise RuntimeError(
+                    f"the tensor of portal {name!r} was changed in place between the layers that stash and "
+                    "pop it; use the out-of-place form of the operation (inplace=False)"
+                )
+        return (value, *[held[name] for name in self.leaving]) if self.leaving else value
+
+    def _parted(self, value: Tree) -> Tree:
+        """What a layer that stashes has given: its output, and a tensor for each name."""
+        if not isinstance(value, tuple) or len(value) != 1 + len(self.stashes):
+            what = f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
+            raise TypeError(
+                f"a layer that stashes portal {', '.join(map(repr, self.stashes))} gave {what}; it must give "
+                f"a tuple of {1 + len(self.stashes)}: its output, and a tensor for each name"
+            )
+        for name, tensor in zip(self.stashes, value[1:], strict=True):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"portal {name!r} was given a {type(tensor).__name__}; a portal takes a tensor"
+                )
+        return value
+
+
+def portals_of(layers: Iterable[nn.Module]) -> tuple[Portals, ...]:
+    """The portals of each layer. `ValueError`, which names the portal, unless each is declared by layers
+    themselves, stashed once, and popped by later layers only.
+    """
     layers = tuple(layers)
-    found = tuple([Declared(_names(layer, "stashes"), _names(layer, "pops")) for layer in layers])
-    for index, layer in enumerate(layers):
+    declared = [(_names(layer, "stashes"), _names(layer, "pops")) for layer in layers]
+    home: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for index, (layer, (stashes, pops)) in enumerate(zip(layers, declared, strict=True)):
         for module in layer.modules():
             if module is not layer and isinstance(module, Stash | Pop):
                 name = (*getattr(module, "stashes", ()), *getattr(module, "pops", ()))[0]
@@ -361,8 +409,32 @@ def declarations(layers: Iterable[nn.Module]) -> tuple[Declared, ...]:
                     f"portal {name!r} is declared inside of layer {index} ({type(layer).__name__}); a "
                     f"{type(module).__name__} must be a layer of the pipeline itself"
                 )
-    check(found)
-    return found
+        for name in pops:
+            if name not in home:
+                raise ValueError(f"layer {index} pops portal {name!r}, which no layer before it stashes")
+            if pops.count(name) > 1:
+                raise ValueError(f"layer {index} pops portal {name!r} more than once; it is given it once")
+            last[name] = index
+        for name in stashes:
+            if name in home:
+                raise ValueError(
+                    f"portal {name!r} is stashed by layer {home[name]} and by layer {index}; give each a "
+                    "name of its own"
+                )
+            home[name] = index
+    for name, index in home.items():
+        if name not in last:
+            raise ValueError(f"layer {index} stashes portal {name!r}, which no later layer pops")
+    return tuple(
+        [
+            Portals(
+                *names,
+                arriving=tuple([name for name in home if home[name] < index <= last[name]]),
+                leaving=tuple([name for name in home if home[name] <= index < last[name]]),
+            )
+            for index, names in enumerate(declared)
+        ]
+    )
 
 
 def _names(layer: nn.Module, attribute: str) -> tuple[str, ...]:
@@ -374,97 +446,6 @@ def _names(layer: nn.Module, attribute: str) -> tuple[str, ...]:
     if isinstance(names, tuple | list) and all(isinstance(name, str) for name in names):
         return tuple(names)
     return ()  # something else of the user's that happens to be called so
-
-
-class Carried:
-    """The portals of passes through consecutive layers, one pass after another: each is held until its last
-    use. `declared` is what each of the layers declares.
-
-    The input of a stage is a tuple where portals are `arriving` from other stages, its output where they are
-    `leaving`: the value between the stages, and a tensor for each name.
-    """
-
-    def __init__(
-        self, declared: Sequence[Declared], arriving: Sequence[str] = (), leaving: Sequence[str] = ()
-    ) -> None:
-        self._declared, self._arriving, self._leaving = declared, arriving, leaving
-        self._uses = Counter([*(name for layer in declared for name in layer.pops), *leaving])
-        self.drop()
-
-    def drop(self) -> None:
-        """Lets go of what is held: a pass is over, or has failed."""
-        self._left, self._held = self._uses.copy(), dict[str, tuple[Tensor, int]]()
-
-    def enter(self, value: Tree) -> Tree:
-        """Begins a pass: takes the arriving portals out of the stage's input, returns the rest."""
-        self.drop()
-        if not self._arriving:
-            return value
-        main, *arrived = value
-        for name, tensor in zip(self._arriving, arrived, strict=True):
-            self.put(name, tensor)
-        return main
-
-    def leave(self, value: Tree) -> Tree:
-        """Ends a pass: adds the leaving portals to the stage's output."""
-        found = (value, *[self.take(name) for name in self._leaving]) if self._leaving else value
-        self.drop()
-        return found
-
-    def around(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call of a layer, with what it pops and stashes."""
-        if not any(self._declared[index]):
-            return call
-        return partial(self.through, index, call)
-
-    def through(self, index: int, call: Callable[..., Any], value: Tree) -> Tree:
-        """Runs layer `index` on `value` and the values that it pops; keeps the values that it stashes."""
-        stashes, pops = self._declared[index]
-        if pops:
-            value = (value, *[self.take(name) for name in pops])
-        value = call(value)
-        if not stashes:
-            return value
-        if not isinstance(value, tuple) or len(value) != 1 + len(stashes):
-            what = f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
-            raise TypeError(
-                f"a layer that stashes portal {', '.join(map(repr, stashes))} gave {what}; it must give a "
-                f"tuple of {1 + len(stashes)}: its output, and a tensor for each name"
-            )
-        for name, tensor in zip(stashes, value[1:], strict=True):
-            self.put(name, tensor)
-        return value[0]
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"portal {name!r} was given a {type(tensor).__name__}; a portal takes a tensor")
-        if self._left[name]:
-            self._held[name] = (tensor, version(tensor))
-
-    def take(self, name: str) -> Tensor:
-        tensor, before = self._held[name]
-        if version(tensor) != before:
-            raise portal_changed(name)
-        self._left[name] -= 1
-        if not self._left[name]:
-            del self._held[name]
-        return tensor
-
-
-def portal_changed(name: str) -> RuntimeError:
-    """The error for a portal whose tensor was overwritten on the way."""
-    return RuntimeError(
-        f"the tensor of portal {name!r} was changed in place between the layers that stash and pop it; use "
-        "the out-of-place form of the operation (inplace=False)"
-    )
-
-
-def portals_of(
-    declared: Sequence[Declared], spans: Sequence[range], lines: Sequence[Edge], stage: int
-) -> Carried | None:
-    """Returns the portals of a stage, or None; `declared` and `lines` are those of the whole model."""
-    mine = [declared[layer] for layer in spans[stage]]
-    return Carried(mine, arriving(lines, stage), leaving(lines, stage)) if any(map(any, mine)) else None
 
 
 def version(tensor: Tensor) -> int:

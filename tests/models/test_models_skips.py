@@ -15,8 +15,6 @@ from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.attnres import Mean
 from gpipe_bench.models.torchvision_shim import import_torchvision
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.edges import edges_of
-from gpipe_bench.pipeline.stage.trees import declarations
 
 # ResNet-101
 
@@ -156,12 +154,3 @@ def test_training_is_the_plain_models_with_portals_and_without(
         for name, gradient in gradients(pipeline).items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-15, msg=name)
         assert len(gradients(pipeline)) == len(wanted)
-
-
-def test_each_block_is_sent_once_to_each_later_stage() -> None:
-    """Of stages that end with a block, it goes on in the chain and from the next stage to all others."""
-    declared = declarations(build(portals=True))
-    lines = edges_of(declared, [range(0, 3), range(3, 5), range(5, 8)])
-    assert {(line.source, line.target): line.names for line in lines} == {
-        (0, 1): ("block 0",), (0, 2): ("block 0",), (1, 2): ("block 1",),
-    }  # fmt: skip

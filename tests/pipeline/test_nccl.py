@@ -269,9 +269,7 @@ def test_a_rank_that_never_meets_the_others_ends_them_in_time() -> None:
 
 
 def test_the_first_message_of_a_step_waits_for_no_host() -> None:
-    """All communicators are made when the pipeline is: three neighbours with activations and gradients, and
-    two lines there and back.
-    """
+    """All communicators are made when the pipeline is: three neighbours with activations and gradients."""
     schedule = gpipe(4, 4)
 
     def take(network: FakeNetwork) -> int:
@@ -279,14 +277,14 @@ def test_the_first_message_of_a_step_waits_for_no_host() -> None:
             shared = network.world.shared
             return [pair for key, found in shared.items() if key[0] == "pairs" for pair in found.values()]
 
-        with pipeline_on(network, schedule, crossing) as pipeline:
+        with pipeline_on(network, schedule) as pipeline:
             there = made()
             assert all(len(pair.joined) == 2 for pair in there)
             take_step(pipeline)
             assert len(made()) == len(there)
         return len(there)
 
-    assert run(4, take) == [3 * 2 + 2 * 2] * 4
+    assert run(4, take) == [3 * 2] * 4
 
 
 def ended(end: Callable[[FakeNetwork], object], where: str, timeout_s: float) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Portals: tensors that go straight from the layer that stashes them to the layers that pop them."""
+"""Portals: tensors that pass the layers between the one that stashes them and those that pop them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def _encoder() -> PortalSequential:
 
 
 def _around_a_cut() -> PortalSequential:
-    """Cut right behind the stash and right before the pop the tensor goes two ways at once, and what comes
-    back on both is added.
-    """
+    """Cut right behind the stash the tensor stands twice in one message."""
     torch.manual_seed(0)
     layers = [_linear(), Stash("a"), _linear(), nn.Tanh(), Pop("a", Add()), _linear()]
     return PortalSequential(*layers).double()
@@ -117,19 +115,18 @@ def test_gradients_and_outputs_are_the_plain_models(
 
 
 class _Counting(InProcess):
-    """Counts the bytes that a stage is sent: all but gradients of the chain."""
+    """Counts the bytes that stages are sent along each edge, and back."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.received: Counter[int] = Counter()
+        self.sent: Counter[tuple[int, int]] = Counter()
 
     def send(self, edge: Edge, microbatch: int, message: Any) -> None:
-        self.received[edge.target] += sum(tensor.nbytes for tensor in message.tensors)
+        self.sent[edge.source, edge.target] += sum(tensor.nbytes for tensor in message.tensors)
         super().send(edge, microbatch, message)
 
     def send_back(self, edge: Edge, microbatch: int, gradients: Any) -> None:
-        if edge.names:
-            self.received[edge.source] += sum(tensor.nbytes for tensor in gradients if tensor is not None)
+        self.sent[edge.target, edge.source] += sum(tensor.nbytes for tensor in gradients)
         super().send_back(edge, microbatch, gradients)
 
 
@@ -138,7 +135,7 @@ class Narrow(nn.Module):
         return pair[0] + pair[1].sum(dim=1, keepdim=True)
 
 
-def test_a_skip_over_stages_is_sent_once_and_so_is_its_gradient() -> None:
+def test_a_skip_passes_each_stage_once_and_so_does_its_gradient() -> None:
     layers = [Stash("wide", nn.Linear(2, 100)), nn.Linear(100, 2), nn.Linear(2, 2), Pop("wide", Narrow())]
     counting = _Counting()
     pipeline = Pipeline(
@@ -146,8 +143,9 @@ def test_a_skip_over_stages_is_sent_once_and_so_is_its_gradient() -> None:
     )
     pipeline.step(torch.randn(6, 2), torch.randn(6, 2), nn.functional.mse_loss)
     wide, thin = 6 * 100 * 4, 6 * 2 * 4
-    # Once forward to the last stage, once back to the first; recomputing sends nothing.
-    assert counting.received == {1: wide, 2: thin, 3: thin + wide, 0: wide}
+    # What the first layer gives and what it stashes are one tensor; recomputing sends nothing.
+    ways = {(0, 1): wide, (1, 2): wide + thin, (2, 3): wide + thin}
+    assert counting.sent == ways | {(target, source): size for (source, target), size in ways.items()}
 
 
 def test_names_that_are_one_string_are_refused() -> None:

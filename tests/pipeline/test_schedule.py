@@ -43,11 +43,11 @@ from gpipe_bench.pipeline import (
     to_csv,
     validate,
 )
-from gpipe_bench.pipeline.plan.edges import Edge, refuse_other_orders, rings_of, turns
+from gpipe_bench.pipeline.plan.edges import rings_of, turns
 from gpipe_bench.pipeline.plan.named import loop, vee
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Remat, from_text, of_stages, to_text
 from gpipe_bench.pipeline.plan.walk import Transfer, channels, dependencies, execution_order, transfers
-from gpipe_bench.pipeline.ranks.connect import refuse_edges
+from gpipe_bench.pipeline.ranks.connect import refuse_too_many
 from gpipe_bench.planner.predict import breakdown
 
 
@@ -327,20 +327,10 @@ def test_gradients_have_one_buffer_where_a_recomputation_hides_the_transfer(
     assert [rings_of(by_stage)[stage, True].tight.num_slots for stage in range(4)] == [1, 2, 1, 2]
 
 
-def test_portals_between_accelerators_in_another_order_are_refused() -> None:
-    """Nothing else tells the micro-batches of an edge apart."""
-    row = [Action.parse(text) for text in ["0F0", "0F1", "1F1", "1F0", "2F1", "2F0"]]
-    back = [Action.parse(text) for text in ["2B0", "2B1", "1B0", "1B1", "0B0", "0B1"]]
-    actions = tuple(tuple(a for a in (*row, *back) if (a.stage == 2) is last) for last in (False, True))
-    schedule = Schedule("own", 3, 2, "never", actions, (0, 0, 1))
-    with pytest.raises(ValueError, match=r"micro-batches in different orders \(\[0, 1\]\.\.\."):
-        refuse_other_orders(schedule, [Edge(2, 0, 2, ("a",))])
-
-
-def test_more_portals_and_micro_batches_than_tags_are_refused() -> None:
+def test_more_messages_than_tags_are_refused() -> None:
     long = Schedule("long", 2**12, 2**12, "never", ((),) * 2**12)
-    with pytest.raises(ValueError, match="portals between them with 4096 micro-batches"):
-        refuse_edges(long, (), accelerated=False)
+    with pytest.raises(ValueError, match="4096 stages with 4096 micro-batches are more than"):
+        refuse_too_many(long)
 
 
 # Schedule files of torch's pipeline runtime, both ways, without processes

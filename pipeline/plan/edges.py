@@ -148,20 +148,18 @@ def rings_of(schedule: Schedule, accelerated: bool = False) -> dict[Direction, R
     few, forward_rounds = dict.fromkeys(directions, FORWARDS_AHEAD), Rounds()
     if accelerated:
         few, forward_rounds = _grown(schedule, (Kind.F,), few, few_frees, True)
+    else:
+        rounds = {}
     found = {}
     for (number, back), messages in directions.items():
         row = schedule.row(number if back else number + 1)
         order, ends = [m.target.microbatch for m in messages], [a.microbatch for a in ends_of(row)]
-        tight = small = slots[number, back]
-        if back:
-            small = max(tight, schedule.in_flight(number))
-        rings = Rings(Ring.of(order, ends, tight), Ring.of(order, ends, small))
+        tight, after = slots[number, back], _after(schedule, messages, rounds, makers)
+        small = max(tight, schedule.in_flight(number)) if back else tight
+        rings = Rings(Ring.of(order, ends, tight), Ring.of(order, ends, small), after)
         if not back:
-            rings = rings._replace(forward=Ring.of(order, order, few[number, back]))
-        if accelerated:
-            rings = rings._replace(after=_after(schedule, messages, rounds, makers))
-        if accelerated and not back:
-            rings = rings._replace(after_forward=_after(schedule, messages, forward_rounds, makers))
+            after = _after(schedule, messages, forward_rounds, makers)
+            rings = rings._replace(forward=Ring.of(order, order, few[number, back]), after_forward=after)
         found[number, back] = rings
     return found
 
@@ -283,9 +281,11 @@ def _run(
 def _after(
     schedule: Schedule, messages: Sequence[Transfer], rounds: Rounds, makers: set[Action]
 ) -> tuple[int, ...]:
-    """Returns, by micro-batch, the number of calls that the receiver has made after its actions of the rounds
-    before the message's round. `makers` are all actions that send a message.
+    """By micro-batch, the number of calls that the receiver has made after its actions of the rounds before
+    the message's round; nothing without rounds. `makers` are all actions that send a message.
     """
+    if not rounds:
+        return ()
     whole = schedule.actions[schedule.worker(messages[0].target.stage)]
     row = [action for action in whole if action in rounds]
     ends = set(ends_of(whole)) if len(row) == len(whole) else set()

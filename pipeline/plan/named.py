@@ -1,13 +1,9 @@
 """All named schedules by their names, as functions of the numbers of workers and micro-batches.
 
-With v stages each, a worker waits v times less for its first and its last micro-batch than with one stage of
-the same layers: the bubble is (W - 1)(F + B) / v for W workers. The price is v times as many messages. Nobody
-waits for the gradients of the weights, so where the backward is split (arXiv 2401.10241), W may fill what
-would be idle.
-
-In a loop the stages go round the workers; in a V a micro-batch comes back the way it went, so that the worker
-that has the first stage has the last one too: the backward of the first micro-batch begins there, and every
-worker finishes at nearly the same time.
+With v stages each, the bubble of W workers is (W - 1)(F + B) / v, for v times as many messages. Nobody waits
+for the gradients of the weights, so where the backward is split (arXiv 2401.10241), W may fill what would be
+idle. In a loop the stages go round the workers; in a V the worker that has the first stage has the last one
+too, so that all workers finish at nearly the same time.
 
     loop, 3 workers    0 1 2 0 1 2        V, 3 workers    0 1 2 2 1 0
 """
@@ -71,9 +67,8 @@ def named(
 
 
 def naive(num_stages: int, num_microbatches: int = 1, remat: Remat = "never") -> Schedule:
-    """Model parallelism without a pipeline: one micro-batch is anywhere in the model at any time.
-
-    With one micro-batch, the paper's naive baseline; with more, they go through end to end one after another.
+    """Model parallelism without a pipeline: micro-batches go through end to end one after another; with one,
+    the paper's naive baseline.
     """
     check_sizes(num_stages, num_microbatches, remat)
     rows = [
@@ -83,10 +78,8 @@ def naive(num_stages: int, num_microbatches: int = 1, remat: Remat = "never") ->
 
 
 def gpipe(num_stages: int, num_microbatches: int, remat: Remat = "always") -> Schedule:
-    """GPipe (paper section 2.3): all forwards, then all backwards in reverse order of the micro-batches.
-
-    The reverse drain is what lets the last micro-batch keep its activations (`except_last`): its backward
-    follows its own forward on the last stage at once.
+    """GPipe (paper section 2.3): all forwards, then all backwards in reverse order of the micro-batches, so
+    that the last one may keep its activations (`except_last`).
     """
     check_sizes(num_stages, num_microbatches, remat)
     rows = []
@@ -108,8 +101,8 @@ def one_f_one_b(num_stages: int, num_microbatches: int, remat: Remat = "never") 
 def zb_h1(num_workers: int, num_microbatches: int) -> Schedule:
     """The memory of 1F1B, K micro-batches on every worker, and a third of its bubble: (K - 1)(F + I - W).
 
-    1F1B with I in the place of B, and W later: on worker k as many micro-batches later as the worker holds
-    fewer forwards than the first one does. So every worker keeps as many activations as the first.
+    1F1B with I in the place of B, and W k micro-batches later on worker k, so that every worker keeps as many
+    activations as the first.
 
     3 workers, M = 4:
 
@@ -361,7 +354,6 @@ def _repeated(
     """V-Half and V-Min, which were made for their memory (arXiv 2405.15362): the way of every micro-batch, a
     period after the one before, with W in the slots that are left.
 
-    What a worker keeps is the time that a micro-batch spends between its forward and its backward there.
     Where the way falls into no slot of a period twice, all micro-batches fit. Of the near stages the first
     worker keeps most and of the far ones the last, and a worker has one of each, so all keep the same. V-Min
     on 4 workers, the way of micro-batch 0, without a pause between two steps:

@@ -279,10 +279,9 @@ def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
 def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
     """`schedule`, which has no recomputation, with one wherever `remat` recomputes a stage's micro-batch.
 
-    R needs nothing from another worker, so it stands right before the backward for which it builds the graph,
-    and starts while the worker waits for the gradient. Where the backward is split, the graph lives until W:
-    as many graphs are alive as a schedule puts off weights, and all other micro-batches keep their inputs
-    alone. ZB-H1 on 3 workers, M = 3, two slots of bubble instead of the eight of 1F1B that recomputes late:
+    R stands right before the backward for which it builds the graph, and starts while the worker waits for
+    the gradient. Where the backward is split, the graph lives until W. ZB-H1 on 3 workers, M = 3, two slots
+    of bubble instead of the eight of 1F1B that recomputes late:
 
         stage 0 | F0 F1 F2 R0 .  .  I0 W0 R1 I1 W1 R2 I2 W2
         stage 1 | .  F0 F1 R0 .  I0 F2 R1 I1 W0 R2 I2 W1 W2
@@ -310,10 +309,8 @@ def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
 
 @derived
 def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The schedule for a step of fewer micro-batches: without the actions of those that are not there.
-
-    What waits for what, and the order in every row and channel, are those of the whole. The last micro-batch,
-    which "except_last" keeps, is one of those that are not there, so all others are recomputed.
+    """The schedule for a step of fewer micro-batches: without the actions of those that are not there. One of
+    these is the last, which "except_last" keeps, so all others are recomputed.
     """
     names = [remat_of(schedule.remat, stage) for stage in range(schedule.num_stages)]
     remat = ["never" if name == "never" else "always" for name in names]
@@ -332,10 +329,8 @@ _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 def to_csv(schedule: Schedule) -> str:
     """One line per worker, its actions in order, e.g. `0F0,0F1,0B1,0B0`: the form that torch's
-    `_PipelineScheduleRuntime` reads and writes as `compute_only`.
-
-    So a schedule of torch's runs here and one of ours runs there, unless it recomputes: torch has no word for
-    a cell such as `2R0`. The placement is not written down: a worker holds the stages that are in its row.
+    `_PipelineScheduleRuntime` reads and writes as `compute_only`, but that torch has no word for a cell such
+    as `2R0`. A worker holds the stages that are in its row.
     """
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 

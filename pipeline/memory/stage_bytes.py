@@ -118,13 +118,7 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
 
 
 class LayerBytes(NamedTuple):
-    """One layer in a pass over its stage, beyond the stage's boundary inputs; the ends in bytes.
-
-    On a grid, what is gathered, copied into a bucket or scattered comes on top of whichever layer runs:
-
-        backward     [layer 2][layer 1][layer 0]
-        gathered         2        1        0        comes on top of what that layer holds, and of nothing else
-    """
+    """One layer in a pass over its stage, beyond the stage's boundary inputs; the ends in bytes."""
 
     before: int
     fullest: Bytes
@@ -137,8 +131,8 @@ def _fullest(layers: Iterable[LayerBytes]) -> Bytes:
 
 
 class StageTrace:
-    """The layers of a stage, by their profiles, and the loss of the last stage, played one after another.
-    Passes tell of each layer in the order of the forward, the loss behind the last.
+    """The layers of a stage, and the loss of the last stage behind them, played one after another. Passes
+    tell of each in the order of the forward.
     """
 
     def __init__(self, stage: Sequence[LayerProfile], loss: LayerProfile | None = None) -> None:
@@ -214,8 +208,8 @@ class StageTrace:
         trace_of: Callable[[LayerProfile], Trace],
         waiting: dict[_Name, int] | None = None,
     ) -> tuple[list[LayerBytes], int]:
-        """A backward, or I, by a trace of each layer, from the last to the first; `waiting` takes in what I
-        leaves for W. Returns its layers, and bytes of the gradients of the stage's inputs.
+        """A backward, or I, by a trace of each layer; `waiting` takes in what I leaves for W. Returns its
+        layers, and bytes of the gradients of the stage's inputs.
         """
         holders, saved, gradients = self.holders.copy(), self.saved_bytes, 0
         for name in self.boundary:
@@ -277,8 +271,8 @@ class StageTrace:
         known: Mapping[int | None, _Gradient | None],
         waiting: dict[_Name, int],
     ) -> dict[_Name, int]:
-        """Adds to `waiting` what layer `index` leaves to W; `names` are the storages at its ends, `known` the
-        gradients that it was given. Returns the gradients that are held for W.
+        """Adds to `waiting` what layer `index` leaves to W; returns the gradients that are held for W.
+        `names` are the storages at its ends, `known` the gradients that it was given.
         """
         halves, held = self.layers[index].halves, dict[_Name, int]()
         assert halves is not None, "it was looked at"
@@ -352,8 +346,7 @@ class Halves:
 
     def weights(self, *, first: bool, own: bool = False) -> Bytes:
         """W at its fullest, at most, with what waited for it; a `first` one creates the gradients of
-        parameters, and with `own` boundary inputs are the user's, or in memory that is there anyway, and
-        stay.
+        parameters, and with `own` boundary inputs are in memory that is there anyway.
         """
         live = self.saved_bytes + (0 if own else self.kept_input_bytes)
         made = sum([each.made for each in self.layers])

@@ -213,7 +213,6 @@ class LayerRun:
         self._delivered: dict[int, Tensor] = {}  # gradients of the inputs
         self._sent_back: list[int | None] = []
         self._kept: frozenset[int] = frozenset()
-        self._hidden: int | None = None
         self.overwritten: frozenset[int] = frozenset()
         self.moved: dict[str, BufferRole] = {}
 
@@ -224,7 +223,7 @@ class LayerRun:
             if root is not None and root.requires_grad:
                 root.backward(self._seed)
             del root
-            backward = self._events()
+            backward = tuple(log.events)
             gradients = {log.serial_of(p.grad) for p in self._layer.parameters() if p.grad is not None}
         return self._trace(backward, gradients)
 
@@ -242,7 +241,7 @@ class LayerRun:
             exits: list[Tensor | None] = [None] * len(self._inputs.tensors)
             weights = split.inputs(edges, (self._seed,), exits)
             del split, edges
-            backward = self._events()
+            backward = tuple(log.events)
             self._delivered.update((i, gradient) for i, gradient in enumerate(exits) if gradient is not None)
             trace = self._trace(backward, set())
             self._delivered.clear()
@@ -291,19 +290,13 @@ class LayerRun:
             # The graph of an output that nothing differentiates goes with the output, and its backward never
             # runs.
             given = [t.detach() if i in self._unused else t for i, t in enumerate(as_tuple(result))]
-            root = _Tail.apply(log, self._sent_back, *given)
+            root = _Tail.apply(log, self._sent_back, self._seed, *given)
             del given
-        self._hidden = log.serial_of(root) if root is not None else None
         del result, values
         if root is not None:
-            self._kept = frozenset(log.alive - {self._hidden})
+            self._kept = frozenset(log.alive)
         log.events.clear()
         return root
-
-    def _events(self) -> tuple[int, ...]:
-        """Returns the events since the forward."""
-        hidden = self._hidden
-        return tuple([event for event in self._log.events if hidden is None or abs(event) != hidden + 1])
 
     def _trace(self, backward: tuple[int, ...], gradients: set[int | None]) -> Trace:
         """The trace with such a backward, which made ``gradients`` of parameters."""
@@ -356,11 +349,13 @@ class _Tail(torch.autograd.Function):
     """Stands for all that follows the layer: keeps nothing, sends fresh gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, log: EventLog, sent_back: list[int | None], *outputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, log: EventLog, sent_back: list[int | None], root: Tensor, *outputs: Tensor
+    ) -> Tensor:
         ctx.log, ctx.sent_back = log, sent_back
         ctx.specs = [(t.shape, t.dtype) if t.requires_grad else None for t in outputs]
         ctx.same_as = Boundary.of(outputs).same_as
-        return torch.empty(())
+        return root.detach()  # a storage that is not watched
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -369,7 +364,7 @@ class _Tail(torch.autograd.Function):
             for index, (spec, first) in enumerate(zip(ctx.specs, ctx.same_as, strict=True))
         ]
         ctx.sent_back.extend(None if each is None else ctx.log.serial_of(each) for each in gradients)
-        return None, None, *gradients
+        return None, None, None, *gradients
 
 
 _SOURCE: type = _Source._backward_cls  # of the nodes with which the layer's inputs enter its graph

@@ -27,6 +27,7 @@ buffer of the ring holds what was received until the end of B, and the copy come
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -34,7 +35,7 @@ from operator import add, ge
 from typing import NamedTuple
 
 from ..plan.schedule import Action, Kind
-from .stage_bytes import Bytes, StageBytes
+from .stage_bytes import Bytes, Halves, StageBytes
 
 # In numbers of micro-batches
 
@@ -168,23 +169,19 @@ def row_moments(
         rows[action.stage].append(action)
     counters = {stage: StageCounter(row, receive_ahead) for stage, row in rows.items()}
     resting = {stage: counter.rest for stage, counter in counters.items()}
-    waiting: dict[int, dict[Inbox, int]] = {stage: {} for stage in homes}  # by the stage that waits
+    waiting = Counter[Inbox]()
     for action in actions:
         stage, kind = action.stage, action.kind
         moves, back = kind in (Kind.F, Kind.B, Kind.I), kind is not Kind.F
-        if moves:
-            for inbox, count in waiting[stage].items():
-                if inbox[1] is back and count:
-                    waiting[stage][inbox] = count - 1
+        if moves and waiting[stage, back]:
+            waiting[stage, back] -= 1
         step, mine = counters[stage].take(action), homes[stage]
         others = tuple([(other, resting[other]) for other in mine if other != stage])
-        found = tuple([each for other in mine for each in waiting[other].items() if each[1]])
-        yield Moment(step, others, found)
+        inboxes = [(other, is_gradient) for other in mine for is_gradient in (False, True)]
+        yield Moment(step, others, tuple([(each, waiting[each]) for each in inboxes if waiting[each]]))
         resting[stage] = counters[stage].rest
         if moves:
-            target = stage - 1 if back else stage + 1
-            if target in homes:
-                waiting[target][target, back] = waiting[target].get((target, back), 0) + 1
+            waiting[stage - 1 if back else stage + 1, back] += 1
 
 
 # In bytes
@@ -196,7 +193,6 @@ class Optimizer:
 
     state: int  # copies of the parameters kept between steps
     temporaries: int  # parameter-sized temporaries while one parameter is updated, one tensor at a time
-    lingers: bool  # one of them lives on while the next parameter is updated: a variable of torch's loop
     counts_steps: bool  # keeps a 4-byte step count for each parameter tensor
 
     @classmethod
@@ -211,18 +207,18 @@ class Optimizer:
         return self.state * sum(sizes) + 4 * len(sizes) * self.counts_steps
 
     def update_bytes(self, sizes: tuple[int, ...]) -> int:
-        """Bytes of temporaries while it updates parameters of these sizes in turn."""
-        if not self.lingers:
-            return self.temporaries * max(sizes, default=0)
-        before = (0, *sizes)  # one longer than the sizes, where `map` stops
-        return max(map(add, map(self.temporaries.__mul__, sizes), before), default=0)
+        """Bytes of temporaries while it updates parameters of these sizes in turn; one of them lives on while
+        the next parameter is updated: a variable of torch's loop.
+        """
+        each = map(add, map(self.temporaries.__mul__, sizes), (0, *sizes))  # it stops with the sizes
+        return max(each, default=0) if self.temporaries else 0
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "sgd": Optimizer(state=0, temporaries=0, lingers=False, counts_steps=False),
+    "sgd": Optimizer(state=0, temporaries=0, counts_steps=False),
     # Mean square and momentum: with the value the paper's 12 bytes per float32 parameter.
-    "rmsprop": Optimizer(state=2, temporaries=1, lingers=True, counts_steps=True),
-    "adam": Optimizer(state=2, temporaries=2, lingers=True, counts_steps=True),
+    "rmsprop": Optimizer(state=2, temporaries=1, counts_steps=True),
+    "adam": Optimizer(state=2, temporaries=2, counts_steps=True),
 }
 
 
@@ -299,38 +295,34 @@ class Placed:
         stays: bool = False,
         place: Place = NOWHERE,
     ) -> None:
-        self._stage, self._stays = stage, stays
+        self._stage, self._stays, self._place, self._rule = stage, stays, place, rule
         self._copied_bytes = stage.still_buffer_bytes if recomputes else 0
-        self._place, self._is_apart = place, is_first or place.inputs_there
-        halves = stage.halves
-        received, kept = (0, 0) if self._is_apart else (stage.input_bytes, stage.kept_input_bytes)
+        self._is_apart = is_first or place.inputs_there
+        halves = stage.halves or Halves()
+        self._halves = halves = halves.apart if place.gradients_there else halves
+        received = kept = waits = 0
+        if not self._is_apart:
+            received, kept, waits = stage.input_bytes, stage.kept_input_bytes, halves.kept_input_bytes
         gradient = 0 if place.gradients_there else stage.output_gradient_bytes
         self.message_bytes = (0 if place.inputs_there else stage.input_bytes, gradient)
-        if place.gradients_there and halves is not None:
-            halves = halves.apart
-        self._halves = halves
-        self._is_whole = halves is not None and halves.whole
         # Copies of overwritten inputs that graphs hold, where the stage recomputes. A micro-batch that it
         # does not recompute has none: an upper estimate.
-        copied = waits = again = 0
-        if halves is not None and not self._is_apart:
-            waits = halves.kept_input_bytes
-        elif halves is not None and recomputes:
-            again = min(halves.kept_input_bytes, stage.copied_input_bytes)
+        copied = again = 0
         if recomputes and self._is_apart:
-            copied = stage.kept_copied_bytes if stage.copied_input_bytes else 0
+            copied = stage.kept_copied_bytes
+            again = min(halves.kept_input_bytes, stage.copied_input_bytes)
         elif recomputes and stays:
             copied = stage.copied_input_bytes
         self._own_kept = kept + copied
         self._per_count = (
             Parts(boundary=received),
             Parts(boundary=self._own_kept, activations=stage.saved_bytes),
-            Parts(boundary=waits, activations=again + (0 if halves is None else halves.saved_bytes)),
+            Parts(boundary=waits, activations=again + halves.saved_bytes),
             Parts(transients=received),
             Parts(transients=gradient),
             Parts(buffers=stage.changing_buffer_bytes),
-            Parts(gradients=0 if self._is_whole else stage.gradient_bytes),
-            Parts(gradients=stage.gradient_bytes if self._is_whole else 0),
+            Parts(gradients=0 if halves.whole else stage.gradient_bytes),
+            Parts(gradients=stage.gradient_bytes if halves.whole else 0),
         )
         # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
         user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
@@ -340,7 +332,6 @@ class Placed:
             optimizer_state=rule.state_bytes(stage.trained_sizes),
             boundary=user_bytes + place.buffer_bytes,
         )
-        self._rule = rule
         self._own: dict[object, Parts] = {}  # of actions that add the same
         self._held: dict[Counts, Parts] = {}
 
@@ -362,7 +353,7 @@ class Placed:
     def adds(self, step: Step) -> Parts:
         """What an action adds. ValueError for a split backward without profiles of it."""
         kind = step.action.kind
-        if self._halves is None and (kind in (Kind.I, Kind.W) or step.counts.halves):
+        if self._stage.halves is None and (kind in (Kind.I, Kind.W) or step.counts.halves):
             raise ValueError(
                 f"{step.action} is half a backward, which the profiles of its stage say nothing of; profile "
                 "with Profiler(split_backward=True)"
@@ -389,13 +380,12 @@ class Placed:
         stage, halves, counts, kind = self._stage, self._halves, step.counts, step.action.kind
         if kind in (Kind.F, Kind.R):
             return stage.free if kind is Kind.F and step.recomputed else stage.forward
-        if kind is Kind.B or self._is_whole:  # I does all of a backward
+        if kind is Kind.B or halves.whole:  # I does all of a backward
             if kind is Kind.W:
                 return Bytes()
-            is_later = counts.after_inputs if self._is_whole else counts.after_backward
+            is_later = counts.after_inputs if halves.whole else counts.after_backward
             found = stage.backward if is_later else stage.backward_first
             return found.without(stage.received_bytes) if self._place.gradients_there else found
-        assert halves is not None, "it was looked at"
         if kind is Kind.I:
             return halves.inputs
         # The copy of a user's input that a recomputation works on waits for W as what is received does.

@@ -186,7 +186,7 @@ class Trace:
         for event in self.backward:
             storage, sign = abs(event) - 1, 1 if event > 0 else -1
             if storage in ends:
-                segments.append(Segment(*top, *now, storage))
+                segments.append(Segment(*top, *now, released=storage))
                 now, top = [0, 0, 0], [0, 0, 0]
                 continue
             if storage in given:
@@ -201,7 +201,7 @@ class Trace:
             now[kind] += sign * self.sizes[storage]
             if sum(now) > sum(top):
                 top = now.copy()
-        segments.append(Segment(*top, *now, None))
+        segments.append(Segment(*top, *now, released=None))
         self._known[received] = tuple(segments)
         return self._known[received]
 

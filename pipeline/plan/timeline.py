@@ -90,7 +90,9 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         """Seconds from the first start to the last end."""
-        return max((each.end_s for each in (*self.events, *self.work, *self.collectives)), default=0.0)
+        spans = (*self.work, *self.collectives)
+        ends_s = [*[event.end_s for event in self.events], *[span.end_s for span in spans]]
+        return max(ends_s, default=0.0)
 
     def of_stage(self, stage: int) -> tuple[Event, ...]:
         """The events of one stage, in order."""
@@ -137,13 +139,16 @@ class Timeline:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Timeline:
         """Reads what `to_data` made."""
-        facts = data["num_stages"], data["provenance"], tuple(data["devices"]), dict(data["conditions"])
+        names = ("work", "messages", "collectives")
+        spans = {name: tuple(Span(*span) for span in data.get(name, ())) for name in names}
         return cls(
             tuple(Event(Action.parse(action), *times_s) for action, *times_s in data["events"]),
-            *facts,
-            *[tuple(Span(*span) for span in data[name]) for name in ("work", "messages")],
-            tuple(data.get("placement", ())),
-            tuple(Span(*span) for span in data.get("collectives", ())),
+            data["num_stages"],
+            data["provenance"],
+            tuple(data["devices"]),
+            dict(data["conditions"]),
+            placement=tuple(data.get("placement", ())),
+            **spans,
         )
 
 

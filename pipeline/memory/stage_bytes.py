@@ -22,15 +22,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 from ..stage.split_backward import MANY_BYTES
 from .trace import BufferRole, LayerProfile, Received, SplitTrace, Trace
 
 
-@dataclass(frozen=True)
-class Bytes:
+class Bytes(NamedTuple):
     """Peak memory of one action of one micro-batch, without the boundary inputs of the stage."""
 
     activations: int = 0  # bytes held by the graph
@@ -39,11 +38,11 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        return self.activations + self.gradients + self.transients
+        return sum(self)
 
     def without(self, num_bytes: int) -> Bytes:
         """Returns the same peak with `num_bytes` of its transients held elsewhere."""
-        return replace(self, transients=self.transients - num_bytes)
+        return self._replace(transients=self.transients - num_bytes)
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class LayerBytes(NamedTuple):
 
 def _fullest(layers: Iterable[LayerBytes]) -> Bytes:
     """Returns the fullest moment of all layers, the first one among equals."""
-    return max([each.fullest for each in layers], key=lambda moment: moment.total)
+    return max([each.fullest for each in layers], key=sum)
 
 
 class StageTrace:
@@ -211,7 +210,7 @@ class StageTrace:
         """A backward, or I, by a trace of each layer; `waiting` takes in what I leaves for W. Returns its
         layers, and bytes of the gradients of the stage's inputs.
         """
-        holders, saved, gradients = self.holders.copy(), self.saved_bytes, 0
+        holders, now = self.holders.copy(), [self.saved_bytes, 0, 0]
         for name in self.boundary:
             holders[name] = holders.get(name, 0) + 1
         last, found = trace_of(self.layers[-1]), list[LayerBytes]()
@@ -228,7 +227,7 @@ class StageTrace:
                 names = dict(zip(trace.inputs + trace.outputs, ends, strict=True))
             received = received[: len(trace.outputs)]  # without the target's place
             loose = {each for each in received if each is not None and each[0] not in held}
-            other = sum(held.values()) + sum([size for _, size in loose])
+            now[2] = sum(held.values()) + sum([size for _, size in loose])
             numbers: dict[_Name, int] = {}  # equal layers receive equal gradients wherever they stand
             given = tuple(
                 [
@@ -236,24 +235,16 @@ class StageTrace:
                     for each in received
                 ]
             )
-            before, most, fullest = saved + gradients + other, -1, None
+            before, moments = sum(now), list[Bytes]()
             for segment in trace.segments(given):
-                if saved + gradients + other + segment.peak > most:
-                    most = saved + gradients + other + segment.peak
-                    fullest = (
-                        saved + segment.peak_saved, gradients + segment.peak_gradients,
-                        other + segment.peak_other,
-                    )  # fmt: skip
-                saved += segment.saved
-                gradients += segment.gradients
-                other += segment.other
+                moments.append(Bytes(*map(add, now, segment.peak)))
+                now = [*map(add, now, segment.end)]
                 if segment.released is not None:
                     name = names[segment.released]
                     holders[name] = holders.get(name, 0) - 1
                     if holders[name] == 0:
-                        saved -= self.sizes[name]
-            moment = Bytes() if fullest is None else Bytes(*fullest)
-            found.append(LayerBytes(before, moment, saved + gradients + other))
+                        now[0] -= self.sizes[name]
+            found.append(LayerBytes(before, max(moments, key=sum), sum(now)))
             known = dict(zip(trace.output_gradients, received, strict=True))
             if waiting is not None:
                 held |= self._wait(index, names, known, waiting)
@@ -300,7 +291,7 @@ class Halves:
     """Bytes that a stage holds in I, in W and in between, for one micro-batch."""
 
     whole: bool = False  # I does all of a backward, and W has nothing to do
-    inputs: Bytes = Bytes()  # I
+    inputs: Bytes = field(default_factory=Bytes)  # I
     kept_input_bytes: int = 0  # of the boundary inputs, what stays from I to W
     received_bytes: int = 0  # of gradients, which are held throughout I
     layers: Sequence[SplitTrace] = ()

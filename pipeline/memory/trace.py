@@ -186,7 +186,7 @@ class Trace:
         for event in self.backward:
             storage, sign = abs(event) - 1, 1 if event > 0 else -1
             if storage in ends:
-                segments.append(Segment(*top, *now, released=storage))
+                segments.append(Segment(tuple(top), tuple(now), storage))
                 now, top = [0, 0, 0], [0, 0, 0]
                 continue
             if storage in given:
@@ -201,7 +201,7 @@ class Trace:
             now[kind] += sign * self.sizes[storage]
             if sum(now) > sum(top):
                 top = now.copy()
-        segments.append(Segment(*top, *now, released=None))
+        segments.append(Segment(tuple(top), tuple(now), None))
         self._known[received] = tuple(segments)
         return self._known[received]
 
@@ -224,19 +224,13 @@ class Received(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A part of a backward pass: changes in bytes from its begin to its fullest moment and to its end."""
+    """A part of a backward pass: changes in bytes from its begin to its fullest moment and its end, of what the
+    graph holds, of gradients of parameters, and of everything else.
+    """
 
-    peak_saved: int
-    peak_gradients: int
-    peak_other: int
-    saved: int
-    gradients: int
-    other: int
+    peak: tuple[int, ...]
+    end: tuple[int, ...]
     released: int | None  # the storage let go at its end
-
-    @property
-    def peak(self) -> int:
-        return self.peak_saved + self.peak_gradients + self.peak_other
 
 
 @dataclass(frozen=True, eq=False)

@@ -224,12 +224,12 @@ class Received(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A part of a backward pass: changes in bytes from its begin to its fullest moment and its end, of what the
-    graph holds, of gradients of parameters, and of everything else.
+    """A part of a backward pass: changes in bytes from its begin on, of what the graph holds, of gradients of
+    parameters, and of everything else.
     """
 
-    peak: tuple[int, ...]
-    end: tuple[int, ...]
+    peak: tuple[int, ...]  # to its fullest moment
+    end: tuple[int, ...]  # to its end
     released: int | None  # the storage let go at its end
 
 

@@ -66,11 +66,15 @@ def pipeline_memory(
     """
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
-    found = _counted_once(bytes_of_stages(layers, loss, stages), stages, schedule, ties)
-    memory = memories(found, schedule, optimizer, receive_ahead)
-    if not receive_ahead or not ties:
-        return memory
-    return _with_sums(memory, found, stages, schedule, optimizer, receive_ahead, ties)
+    found, sent_bytes = _counted_once(bytes_of_stages(layers, loss, stages), stages, schedule, ties)
+    memory = [*memories(found, schedule, optimizer, receive_ahead)]
+    # The weights are summed one after another, after all backwards.
+    for number in [worker for worker, size in enumerate(sent_bytes) if size] if receive_ahead else ():
+        worker = workers_of(found, schedule, optimizer, receive_ahead)[number]
+        summed = sum(found[stage].summed_gradient_bytes for stage in schedule.stages_of(number))
+        sums = summing(worker, summed, sent_bytes[number])
+        memory[number] = max(memory[number], sums, key=lambda each: each.peak)
+    return tuple(memory)
 
 
 def bytes_of_stages(
@@ -277,18 +281,21 @@ def _counted_once(
     spans: Sequence[range],
     schedule: Schedule,
     weights: Sequence[SharedWeight],
-) -> tuple[StageBytes, ...]:
-    """Stages with these layers, without what a worker has already with an earlier layer."""
-    found = list(stages)
-    stage_of = {layer: stage for stage, span in enumerate(spans) for layer in span}
+) -> tuple[list[StageBytes], list[int]]:
+    """Stages with these layers, without what a worker has already with an earlier layer; and by worker, the
+    bytes of the largest gradient that another owner of a weight sends it.
+    """
+    found, sent_bytes = list(stages), [0] * schedule.num_workers
     for weight in weights:
-        seen: set[int] = set()
-        for stage in [stage_of[layer] for layer in weight.layers]:
+        owners = set[int]()
+        for stage in [next(i for i, span in enumerate(spans) if layer in span) for layer in weight.layers]:
             worker = schedule.worker(stage)
-            if worker in seen:
+            if worker in owners:
                 found[stage] = without(found[stage], weight.num_bytes, weight.trained)
-            seen.add(worker)
-    return tuple(found)
+            owners.add(worker)
+        for worker in owners if weight.trained and len(owners) > 1 else ():
+            sent_bytes[worker] = max(sent_bytes[worker], weight.num_bytes)
+    return found, sent_bytes
 
 
 def without(stage: StageBytes, num_bytes: int, trained: bool) -> StageBytes:
@@ -302,35 +309,6 @@ def without(stage: StageBytes, num_bytes: int, trained: bool) -> StageBytes:
         trained_sizes=tuple(sizes),
         summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes * trained,
     )
-
-
-def _with_sums(
-    found: Sequence[StageMemory],
-    stages: Sequence[StageBytes],
-    spans: Sequence[range],
-    schedule: Schedule,
-    optimizer: str,
-    receive_ahead: Ahead,
-    weights: Sequence[SharedWeight],
-) -> tuple[StageMemory, ...]:
-    """The fullest moments of workers in processes of their own, which ``found`` says without the sums.
-
-    ``stages`` are `_counted_once`. The weights are summed one after another, when all gradients are there.
-    """
-    stage_of = {layer: stage for stage, span in enumerate(spans) for layer in span}
-    received = [0] * schedule.num_workers
-    for weight in weights:
-        owners = {schedule.worker(stage_of[layer]) for layer in weight.layers}
-        for worker in owners if weight.trained and len(owners) > 1 else ():
-            received[worker] = max(received[worker], weight.num_bytes)
-    most = list(found)
-    resting = workers_of(stages, schedule, optimizer, receive_ahead)
-    for number, num_bytes in enumerate(received):
-        if num_bytes:
-            summed = sum(stages[stage].summed_gradient_bytes for stage in schedule.stages_of(number))
-            sums = summing(resting[number], summed, num_bytes)
-            most[number] = max(most[number], sums, key=lambda each: each.peak)
-    return tuple(most)
 
 
 def summing(worker: Worker, summed_bytes: int, received_bytes: int) -> StageMemory:

@@ -299,7 +299,7 @@ class Placed:
         self._copied_bytes = stage.still_buffer_bytes if recomputes else 0
         self._is_apart = is_first or place.inputs_there
         halves = stage.halves or Halves()
-        self._halves = halves = halves.apart if place.gradients_there else halves
+        self._halves = halves = halves.apart(stage.received_bytes) if place.gradients_there else halves
         received = kept = waits = 0
         if not self._is_apart:
             received, kept, waits = stage.input_bytes, stage.kept_input_bytes, halves.kept_input_bytes

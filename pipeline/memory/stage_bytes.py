@@ -293,7 +293,6 @@ class Halves:
     whole: bool = False  # I does all of a backward, and W has nothing to do
     inputs: Bytes = field(default_factory=Bytes)  # I
     kept_input_bytes: int = 0  # of the boundary inputs, what stays from I to W
-    received_bytes: int = 0  # of gradients, which are held throughout I
     layers: Sequence[SplitTrace] = ()
     sizes: Mapping[_Name, int] = field(default_factory=dict)  # of what waits for W
 
@@ -307,7 +306,6 @@ class Halves:
             return cls(whole=True)
         waiting = dict[_Name, int]()
         layers, _ = trace.backward(_INPUTS, waiting)
-        last = _INPUTS(trace.layers[-1])
         # The targets are the user's and stay.
         given = len(trace.layers[0].inputs.same_as)
         ends = {name: ("end", name) for name in trace.boundary if ("end", name) in waiting}
@@ -316,7 +314,6 @@ class Halves:
         return cls(
             inputs=_fullest(reversed(layers)),
             kept_input_bytes=sum([sizes[end] for end in inputs]),
-            received_bytes=sum([last.sizes[each] for each in last.output_gradients if each is not None]),
             layers=halves,
             sizes=sizes,
         )
@@ -326,14 +323,10 @@ class Halves:
         """Held from the end of I to W, beyond the boundary inputs."""
         return sum(self.sizes.values()) - self.kept_input_bytes
 
-    @cached_property
-    def apart(self) -> Halves:
-        """Returns the bytes where received gradients of the stage's outputs need no memory of their own."""
-        if self.whole:
-            return self
+    def apart(self, received_bytes: int) -> Halves:
+        """The bytes where received gradients of the stage's outputs need no memory of their own."""
         sizes = {name: 0 if name[0] == _RECEIVED else size for name, size in self.sizes.items()}
-        inputs = self.inputs.without(self.received_bytes)
-        return replace(self, inputs=inputs, received_bytes=0, sizes=sizes)
+        return replace(self, inputs=self.inputs.without(received_bytes), sizes=sizes)
 
     def weights(self, *, first: bool, own: bool = False) -> Bytes:
         """W at its fullest, at most, with what waited for it; a `first` one creates the gradients of

@@ -9,13 +9,10 @@ traces:
     first    forward with a graph, backward that creates the gradients     (first B of a step)
     later    the same with a backward that accumulates into them           (every other B)
 
-Nothing of the real size is allocated: the layer runs on fake tensors, on the CPU device. A GPU's kernels
-may keep other things; real runs under a memory cap check that.
-
-Inputs are laid out as the layer before leaves them; gradients of outputs are made up dense and in the order
-of the dimensions, so what a layer copies because its gradient has another layout is not seen. Fake kernels
-return results in storages of their own size, while a few real ones return a small result in a large workspace
-(the CPU's `mse_loss` returns a number in as many bytes as its input has).
+Nothing of the real size is allocated: the layer runs on fake tensors, on the CPU device. A GPU's kernels may
+keep other things. Gradients of outputs are made up dense and in the order of the dimensions, so what a layer
+copies because its gradient has another layout is not seen. A few real kernels return a small result in a
+large workspace (the CPU's `mse_loss` a number in as many bytes as its input has), fake ones do not.
 """
 
 from __future__ import annotations
@@ -103,11 +100,9 @@ class Profiler:
         inputs: Boundary,
         unused: frozenset[int] = frozenset(),
     ) -> tuple[LayerProfile, ...]:
-        """Profiles of layers in sequence, each fed with what the one before it returns.
-
-        ``unused`` are positions of the last one's outputs that nothing differentiates. Raises ValueError if
-        two layers share a parameter, unless ``ties_apart``: profiles are added up, so it would be counted
-        twice.
+        """Profiles of layers in sequence, each fed with what the one before it returns. ``unused`` are
+        positions of the last one's outputs that nothing differentiates. `ValueError` if two layers share a
+        parameter, unless ``ties_apart``.
         """
         modules, profiles = list(layers), list[LayerProfile]()
         owners: dict[nn.Parameter, int] = {}
@@ -264,7 +259,7 @@ def fake_copy(layer: nn.Module, number_format: torch.dtype | None = None) -> nn.
     return copy.deepcopy(layer, stand_ins).train()
 
 
-# A CPU core and a GPU alike do about ten floating-point operations in the time in which they move a byte.
+# Floating-point operations in the time in which a CPU core, or a GPU, moves a byte.
 FLOPS_PER_BYTE = 10
 
 
@@ -273,10 +268,6 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
     micro-batch, in floating-point operations or what takes as long. `example` is a micro-batch, of which only
     shapes and dtypes count; it may be on the meta device.
     """
-
-    def num_bytes(*tensors: Tensor) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
     costs = []
     with FakeTensors(), torch.no_grad():
         value: Tree = change(
@@ -285,12 +276,13 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
         for layer, portals in zip(layers, portals_of(layers), strict=True):
             fake = fake_copy(layer)
             own = value[0] if portals.arriving else value  # what passes the layer by costs it nothing
-            moved = num_bytes(*fake.parameters(), *tensors_of(own))
+            moved = [*fake.parameters(), *tensors_of(own)]
             with FlopCounterMode(display=False) as counter:
                 value = portals.around(fake)(value)
             own = value[0] if portals.leaving else value
-            moved += num_bytes(*tensors_of(own, f"the output of {type(layer).__name__}"))
-            costs.append(float(counter.get_total_flops() + FLOPS_PER_BYTE * moved))
+            moved += tensors_of(own, f"the output of {type(layer).__name__}")
+            moved_bytes = sum(tensor.nbytes for tensor in moved)
+            costs.append(float(counter.get_total_flops() + FLOPS_PER_BYTE * moved_bytes))
     return tuple(costs)
 
 

@@ -1,11 +1,9 @@
 """Edges: what stages send each other, and the buffers that workers receive it in, derived from the schedule.
 
-An edge leads from one stage to the next; activations go along it and gradients back, one message each for a
-micro-batch. Edges within a worker need no buffers.
-
-A receive that is posted only when its tensor is needed puts the whole transfer on the critical path, and
-posting everything at once would need a buffer for every micro-batch. So each direction of an edge has a ring
-of buffers: the first receives are posted when the step begins, each further one when a buffer becomes free.
+Activations go along an edge and gradients back, one message each for a micro-batch. A receive that is posted
+only when its tensor is needed puts the whole transfer on the critical path, and posting everything at once
+would need a buffer for every micro-batch. So each direction of an edge between workers has a ring of buffers:
+the first receives are posted when the step begins, each further one when a buffer becomes free.
 1F1B, stage 1 of 3, M = 5, activations, with as many buffers as the stage before has micro-batches in flight:
 
     begin: post 0, 1, 2      after B0: post 3 (buffer of 0)      after B1: post 4 (buffer of 1)
@@ -103,10 +101,8 @@ class Rings(NamedTuple):
 
 
 def is_one_too_many(number: int, oldest_bytes: int, small_bytes: int = SMALL_BYTES) -> bool:
-    """Whether a sender waits for the oldest of so many messages before it goes on, and lets go of it.
-
-    What is sent stays where it was made until then: the latest messages of each direction, and of small ones
-    all of a step.
+    """Whether a sender waits for the oldest of so many messages before it goes on, and lets go of it: it
+    holds the latest of each direction, and of small ones all of a step.
     """
     return number > SENDS_ON_THE_WAY and number * oldest_bytes > small_bytes
 

@@ -107,8 +107,7 @@ def minimal_variance(costs: Sequence[int], num_stages: int) -> Partition:
 
 def cumulative_shares(costs: Sequence[int], num_stages: int) -> Partition:
     """The heuristic of GPipe's library: layer i goes to stage floor(K * share of the costs up to and with i).
-
-    A stage may come out empty, which `partition` reports as an error.
+    A stage may come out empty.
     """
     prefix = list(accumulate(costs, initial=0))
     total = max(prefix[-1], 1)
@@ -186,9 +185,8 @@ def fills(stage_cost: Callable[[int, int], int], num_stages: int, *, cap: int, f
 def _reachable_cap(
     stage_cost: Callable[[int, int], int], bound: Sequence[int], num_stages: int, cap: int
 ) -> int:
-    """A cap that some split keeps, not above ``cap``, by greedy filling; ``cap`` itself if that finds none.
-
-    Only a head start for the exact search, which looks at far fewer stages under a tight cap.
+    """A cap that some split keeps, by greedy filling; ``cap`` itself if that finds none. The exact search
+    looks at far fewer stages under a tight cap.
     """
     low, high = -(-bound[-1] // num_stages), cap
     while high - low > max(high // 64, 1):
@@ -221,9 +219,8 @@ def _greedy_bottleneck(
 def _edges_under(
     stage_cost: Callable[[int, int], int], bound: Sequence[int], num_stages: int, cap: int
 ) -> list[list[tuple[int, int]]]:
-    """For each start the (stop, cost) of stages within the cap that can be part of a split within the cap.
-
-    Stages are left out that nothing reaches, and those after which the rest is too much for the stages left.
+    """For each start the (stop, cost) of stages within the cap, but for those that nothing reaches, and those
+    after which the rest is too much for the stages left.
     """
     num_layers = len(bound) - 1
     fewest = [0] + [num_stages + 1] * num_layers  # stages to get there

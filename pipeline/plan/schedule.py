@@ -168,9 +168,7 @@ class Schedule:
         return tuple(stages_of(self.placement, worker))
 
     def receiver(self, action: Action) -> int | None:
-        """The stage to which what the action makes is sent, activations ahead and gradients back; None where
-        nothing is.
-        """
+        """The stage to which what the action makes is sent; None where nothing is."""
         if action.kind is Kind.F:
             return action.stage + 1 if action.stage + 1 < self.num_stages else None
         return action.stage - 1 if action.stage and action.kind in (Kind.B, Kind.I) else None
@@ -194,9 +192,7 @@ class Schedule:
         return of_stages(self.remat, self.num_stages, self.num_microbatches)
 
     def recomputes(self, microbatch: int, stage: int) -> bool:
-        """Whether the forward of `microbatch` on `stage` keeps only its inputs and runs again before the
-        backward.
-        """
+        """Whether the forward of `microbatch` on `stage` keeps only its inputs and runs again."""
         return microbatch in self.recomputed[stage]
 
     def in_flight(self, stage: int) -> int:
@@ -213,9 +209,7 @@ Derive = TypeVar("Derive", bound=Callable[..., Any])
 
 
 def derived(function: Derive) -> Derive:
-    """Caches what `function` returns for a schedule, in the schedule itself. The result must not be changed;
-    further arguments must be hashable.
-    """
+    """Caches what `function` returns for a schedule and hashable arguments, in the schedule itself."""
 
     @wraps(function)
     def found(schedule: Schedule, *arguments: Any) -> Any:

@@ -1,8 +1,7 @@
 """A schedule laid out in time from the durations of its actions, without running it.
 
-Answers what a step would take on K devices where there are fewer, and what it would take under other
-circumstances: a free link, even stages. A discrete-event simulation, in the order of time: whenever an action
-ends, its message enters the link, and the stages that waited for either go on.
+A discrete-event simulation, in the order of time: whenever an action ends, its message enters the link, and
+the stages that waited for either go on.
 
     worker 0  F0 F1 ....... B1 B0         a worker takes its row in order; an action starts when the worker is
     link        \\  \\      /  /           free and its message is there; messages of one direction queue up,

@@ -20,7 +20,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import inf
@@ -30,7 +29,7 @@ from typing import Any
 from .links import FREE, Between, Bucket, Gather, Link
 from .schedule import Action, Kind, Schedule
 from .timeline import Event, Span, Timeline
-from .walk import Walk
+from .walk import Walk, transfers
 
 # A backward computes two products where a forward computes one; a recomputation is a forward.
 SLOTS: dict[Kind, float] = {Kind.F: 1, Kind.R: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
@@ -148,18 +147,6 @@ def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
     return duration
 
 
-@dataclass(slots=True)
-class _Channel:
-    """The messages from one stage to the next or the one before."""
-
-    target: int
-    worker: int
-    link: Link
-    takes_s: float
-    queue_s: list[float] | None  # when the link is free again, which others share; None: it is at once
-    arrivals_s: dict[int, float] = field(default_factory=dict)  # by micro-batch
-
-
 class _Simulation:
     """The state of one replay; `replay` says what the arguments mean, and has checked them."""
 
@@ -175,8 +162,9 @@ class _Simulation:
         early_recompute: bool,
     ) -> None:
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
+        self.activation_bytes, self.gradient_bytes = activation_bytes, gradient_bytes
         self.setup_s, self.update_s = setup_s, update_s
-        workers, stages = range(schedule.num_workers), range(schedule.num_stages)
+        workers = range(schedule.num_workers)
         self.free_s = [sum(setup_s[stage] for stage in schedule.stages_of(worker)) for worker in workers]
         self.reduced_s: list[float] = [0 for _ in workers]  # the end of a worker's last reduction
         self.events: list[list[Event]] = [[] for _ in workers]
@@ -185,18 +173,14 @@ class _Simulation:
         self.heap: list[tuple[float, int]] = []
         self.messages: list[Span] = []
         self.collectives: list[Span] = []
-        self.links: dict[tuple[int, int], Link] = {}
+        # Between two workers; when the link is free again, which others may share.
+        self.channels: dict[tuple[int, int], tuple[Link, list[float]]] = {}
         self.queues_s: dict[tuple[int, int], list[float]] = {}
-        # The messages that an action of a stage waits for, and those that it sends.
-        self.needs: list[dict[Kind, dict[int, float]]] = [{} for _ in stages]
-        self.sends: list[dict[Kind, _Channel]] = [{} for _ in stages]
-        for stage in stages[:-1]:
-            ahead = self.sends[stage][Kind.F] = self._channel(stage, stage + 1, activation_bytes[stage])
-            self.needs[stage + 1][Kind.F] = ahead.arrivals_s
-            back = self._channel(stage + 1, stage, gradient_bytes[stage])
-            self.sends[stage + 1] |= {Kind.B: back, Kind.I: back}
-            for kind in (Kind.B, Kind.I) if early_recompute else (Kind.B, Kind.I, Kind.R):
-                self.needs[stage][kind] = back.arrivals_s
+        self.targets = {message.source: message.target for message in transfers(schedule)}
+        self.arrivals_s: dict[Action, float] = {}  # of what each action needs
+        # The recomputations that wait for a gradient, and the actions that need that.
+        back = [] if early_recompute else [a for a in self.targets.values() if a.kind is not Kind.F]
+        self.waiting = {action._replace(kind=Kind.R): action for action in back}
         # For the first forward of a stage: the share after which it needs each fetch, and the fetch's end.
         self.fetched: dict[Action, list[tuple[float, float]]] = {}
         self.buckets: dict[Action, Sequence[Bucket]] = {}
@@ -212,19 +196,12 @@ class _Simulation:
                     self.collectives.append(Span(f"gather {number}", stage, start_s, end_s))
                     self.fetched.setdefault(first, []).append((gather.needed, end_s))
 
-    def _channel(self, source: int, target: int, num_bytes: float) -> _Channel:
-        ends, link = (self.schedule.worker(source), self.schedule.worker(target)), self.link
-        worker = ends[1]
-        if not isinstance(link, Link):
-            if ends not in self.links:
-                self.links[ends] = FREE if ends[0] == ends[1] else link(*ends)
-            link = self.links[ends]
-        queue_s = None
-        if self.link is not FREE and ends[0] != ends[1]:
-            if link.shares_directions:
-                ends = min(ends), max(ends)
-            queue_s = self.queues_s.setdefault(ends, [0])
-        return _Channel(target, worker, link, link.occupied_s(num_bytes), queue_s)
+    def _channel(self, ends: tuple[int, int]) -> tuple[Link, list[float]]:
+        if ends not in self.channels:
+            link = self.link if isinstance(self.link, Link) else self.link(*ends)
+            shared = (min(ends), max(ends)) if link.shares_directions else ends
+            self.channels[ends] = link, self.queues_s.setdefault(shared, [0])
+        return self.channels[ends]
 
     def run(self) -> Timeline:
         """`ValueError` where an action cannot start or takes no time that can be."""
@@ -239,7 +216,7 @@ class _Simulation:
             raise self.walk.stopped()
         events = [event for events in self.events for event in events]
         events.sort(key=attrgetter("start_s"))  # equal starts stay ordered by worker
-        links = [self.link] if isinstance(self.link, Link) else [*self.links.values()]
+        links = [self.link] if isinstance(self.link, Link) else [link for link, _ in self.channels.values()]
         names = dict.fromkeys(link.name for link in links if link != FREE)
         return Timeline(
             tuple(events),
@@ -258,15 +235,10 @@ class _Simulation:
             return
         action = self.walk.next[worker]
         assert action is not None, "it is ready"
-        stage, kind, microbatch = action
-        start_s = self.free_s[worker]
-        arrivals_s = self.needs[stage].get(kind)
-        if arrivals_s is not None:
-            arrival_s = arrivals_s.get(microbatch)
-            if arrival_s is None:  # of a gradient, for which a recomputation is to wait
-                return
-            if arrival_s > start_s:
-                start_s = arrival_s
+        needs = self.waiting.get(action, action)
+        if needs is not action and needs not in self.arrivals_s:
+            return
+        start_s = max(self.free_s[worker], self.arrivals_s.get(needs, 0))
         duration_s = self.duration_s(action)
         if not 0 <= duration_s < inf:
             raise ValueError(f"{action} takes {duration_s} s; a duration must be finite and not negative")
@@ -289,17 +261,21 @@ class _Simulation:
             leaves_s = max(start_s + bucket.ready * event.duration_s, self.reduced_s[worker])
             self.reduced_s[worker] = leaves_s + bucket.takes_s
             self.collectives.append(Span(f"reduce {number}", action.stage, leaves_s, self.reduced_s[worker]))
-        channel = self.sends[action.stage].get(action.kind)
-        if channel is None:
+        target = self.targets.get(action)
+        if target is None:
             return
-        queue_s, arrival_s = channel.queue_s, end_s
-        if queue_s is not None:
-            leaves_s = queue_s[0] if queue_s[0] > end_s else end_s
-            queue_s[0] = leaves_s + channel.takes_s
-            arrival_s = queue_s[0] + channel.link.latency_s
-            self.messages.append(Span(f"{action}->{channel.target}", action.stage, leaves_s, arrival_s))
-        channel.arrivals_s[action.microbatch] = arrival_s
-        self._go_on(channel.worker)
+        ends = worker, self.schedule.worker(target.stage)
+        arrival_s = end_s
+        if self.link is not FREE and ends[0] != ends[1]:
+            link, queue_s = self._channel(ends)
+            is_ahead = action.kind is Kind.F
+            num_bytes = self.activation_bytes[action.stage] if is_ahead else self.gradient_bytes[target.stage]
+            leaves_s = max(queue_s[0], end_s)
+            queue_s[0] = leaves_s + link.occupied_s(num_bytes)
+            arrival_s = queue_s[0] + link.latency_s
+            self.messages.append(Span(f"{action}->{target.stage}", action.stage, leaves_s, arrival_s))
+        self.arrivals_s[target] = arrival_s
+        self._go_on(ends[1])
 
     def _work(self) -> tuple[Span, ...]:
         """Set-ups, then updates."""

@@ -17,8 +17,8 @@ parameters and G of gradients:
     last B            a bucket more, while   messages of the layers that   in every B the same
                       it is copied           are through, until its end
 
-Every layer is gathered and scattered by itself; shards of a tensor are rounded up. Left out: what the backend
-of torch.distributed allocates of its own.
+Every layer is gathered and scattered by itself; shards of a tensor are rounded up. What the backend of
+torch.distributed allocates of its own is left out.
 """
 
 from __future__ import annotations

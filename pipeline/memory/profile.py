@@ -178,9 +178,9 @@ class Profiler:
             parameter_counts=tuple(
                 mine.numel() for mine, p in zip(held, layer.parameters(), strict=True) if p.requires_grad
             ),
-            parameter_sizes=tuple(p.numel() * p.itemsize for p in held),
-            trained_sizes=tuple(p.numel() * p.itemsize for p in trained),
-            buffer_sizes=(*(b.numel() * b.itemsize for b in layer.buffers()), *added.sizes),
+            parameter_sizes=tuple(p.nbytes for p in held),
+            trained_sizes=tuple(p.nbytes for p in trained),
+            buffer_sizes=(*(b.nbytes for b in layer.buffers()), *added.sizes),
             free=free,
             first=first,
             later=later,
@@ -194,9 +194,7 @@ class Profiler:
 
 
 class LossLayer(nn.Module):
-    """A loss function as a layer that takes the tensors of the outputs and of the target, one after the
-    other.
-    """
+    """A loss function as a layer that takes the tensors of the outputs, then those of the target."""
 
     def __init__(self, loss_fn: Callable[..., Tensor], outputs: Boundary, target: Boundary) -> None:
         super().__init__()

@@ -40,8 +40,7 @@ class TensorSpec:
         """The description of a (real, fake or meta) tensor."""
         layout = None
         if not tensor.is_contiguous():
-            strides = tensor.stride()
-            order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
+            order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension)))
             layout = order if order != tuple(range(tensor.dim())) else None
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, layout)
 
@@ -73,12 +72,8 @@ class Boundary:
         tensors, nested = _apart(value)
         first: dict[int, int] = {}
         same_as = tuple(first.setdefault(id(tensor), index) for index, tensor in enumerate(tensors))
-        return cls(
-            tuple(map(TensorSpec.of, tensors)),
-            same_as,
-            nested is None and not isinstance(value, Tensor),
-            nested,
-        )
+        is_tuple = nested is None and not isinstance(value, Tensor)
+        return cls(tuple(map(TensorSpec.of, tensors)), same_as, is_tuple, nested)
 
     def build(self, tensors: Sequence[Tensor]) -> Tree:
         """Builds the value that crosses the boundary from these tensors, one for each position."""
@@ -97,16 +92,12 @@ class Boundary:
 
     def join(self, other: Boundary) -> Boundary:
         """Both side by side, as a loss takes outputs and target."""
-        offset = len(self.tensors)
-        return Boundary(
-            self.tensors + other.tensors, self.same_as + tuple(offset + i for i in other.same_as), True
-        )
+        same_as = tuple(len(self.tensors) + i for i in other.same_as)
+        return Boundary(self.tensors + other.tensors, self.same_as + same_as, True)
 
 
 def as_tuple(value: Tree) -> tuple[Tensor, ...]:
-    """The tensors of a layer's value, one for each position of its boundary. Raises ValueError for what
-    cannot pass between layers.
-    """
+    """The tensors of a layer's value, by position. `ValueError` for what cannot pass between layers."""
     return _apart(value)[0]
 
 

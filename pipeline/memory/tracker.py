@@ -309,15 +309,14 @@ class LayerRun:
             gradients=frozenset(serial for serial in gradients if serial is not None),
             output_gradients=tuple(self._sent_back) or (None,) * len(self._output_storages),
             input_gradients=tuple(
-                log.serial_of(delivered[first]) if first == position and first in delivered else None
-                for position, first in enumerate(inputs.same_as)
+                log.serial_of(delivered[i]) if i in delivered else None for i in range(len(inputs.tensors))
             ),
             forward=self._forward_events,
             backward=backward if torch.is_grad_enabled() else (),
             without_gradient=frozenset(
-                position
-                for position, first in enumerate(inputs.same_as)
-                if inputs.tensors[position].requires_grad and first not in delivered
+                i
+                for i, first in enumerate(inputs.same_as)
+                if inputs.tensors[i].requires_grad and first not in delivered
             ),
             shapes=tuple(log.shapes) if self._with_shapes else (),
         )
@@ -397,11 +396,7 @@ def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[Buf
         names.setdefault(id(buffer), []).append(name)
     found = []
     for mine in names.values():
-        paths = {name.rpartition(".")[0] for name in mine}
-        if paths <= left:
-            found.append(BufferRole.STATISTICS)
-        elif changes := [moved[name] for name in mine if name in moved]:
-            found.append(changes[0])
-        else:
-            found.append(BufferRole.STILL)
+        role = next((moved[name] for name in mine if name in moved), BufferRole.STILL)
+        is_left = {name.rpartition(".")[0] for name in mine} <= left
+        found.append(BufferRole.STATISTICS if is_left else role)
     return tuple(found)

@@ -127,7 +127,6 @@ def grid_peak_bytes(
     receive_ahead: Ahead = 1,
 ) -> tuple[int, ...]:
     """Most bytes that each worker holds in a training step; arguments and errors as of `workers.peak_bytes`.
-
     `ValueError` also for split backwards where every pass gathers.
     """
     in_step = action_bytes([stage.step for stage in stages], schedule, optimizer, receive_ahead=receive_ahead)

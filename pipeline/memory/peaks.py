@@ -82,10 +82,8 @@ class Moment(NamedTuple):
 
 
 class StageCounter:
-    """Counts what a stage holds as its actions run one after another.
-
-    ``receive_ahead`` is the number of messages of each direction that are received beyond the one in use;
-    None where the caller counts what has arrived.
+    """Counts what a stage holds as its actions run one after another. ``receive_ahead`` messages of each
+    direction are received beyond the one in use; None where the caller counts what has arrived.
     """
 
     def __init__(self, actions: Sequence[Action], receive_ahead: int | None = 0) -> None:

@@ -31,9 +31,8 @@ from .trace import Boundary, BufferRole, SplitTrace, Trace, as_tuple, rise
 
 
 class StorageWatch(TorchDispatchMode):
-    """Calls `allocated` and `freed` once for each storage that operations under this mode create.
-
-    Storages that existed before are ignored, views of them included, unless `watch` names them.
+    """Calls `allocated` and `freed` once for each storage that operations under this mode create, and those
+    that `watch` names. Other storages that existed before are ignored, views of them included.
     """
 
     def __init__(self) -> None:
@@ -89,10 +88,10 @@ class StorageWatch(TorchDispatchMode):
         if func is _DEVICE_OF and hasattr(args[0], "fake_device"):
             return args[0].fake_device  # autograd asks for it more often than for all operations together
         result = func(*args, **kwargs) if kwargs else func(*args)
-        made = [result] if isinstance(result, Tensor) else _tensors_in(result)
+        made = [result] if isinstance(result, Tensor) else tensors_in(result)
         new = [each for each in made if each.untyped_storage()._cdata not in self._serials]
         if new:
-            given = {each.untyped_storage()._cdata for each in _tensors_in((args, kwargs))}
+            given = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs))}
             for tensor in new:  # unless a view or in-place result of a storage that is not watched
                 if tensor.untyped_storage()._cdata not in given:
                     self._register(tensor)
@@ -109,7 +108,8 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 

@@ -60,9 +60,8 @@ def pipeline_memory(
     `peak_bytes`.
 
     ``ties`` are weights that several layers use (`shared_weights`); without them each counts as the layer's
-    own. Over processes their gradients are summed when the last backward is over.
-    In one process gpipe and naive use every message as it comes, as ``receive_ahead=0`` has it; under 1f1b
-    one may wait, and the peak is between that for 0 and that for 1.
+    own. In one process gpipe and naive use every message as it comes, as ``receive_ahead=0`` has it; under
+    1f1b one may wait, and the peak is between that for 0 and that for 1.
     """
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")

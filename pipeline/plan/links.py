@@ -103,8 +103,8 @@ _LEAST_BYTES = 2**20
 
 
 def bucket_bytes_of(gradient_bytes: float) -> float:
-    """Default bytes of a bucket: `BUCKET_BYTES`, or less for a stage that has fewer than several times as
-    many, so that most of its gradients leave before its last backward is over.
+    """Default bytes of a bucket: `BUCKET_BYTES`, or less for a small stage, so that most of its gradients
+    leave before its last backward is over.
     """
     return min(BUCKET_BYTES, max(_LEAST_BYTES, gradient_bytes / _FEWEST_BUCKETS))
 

@@ -114,8 +114,8 @@ def zb_h1(num_workers: int, num_microbatches: int) -> Schedule:
 
 
 def zb_h2(num_workers: int, num_microbatches: int) -> Schedule:
-    """No bubble but the skew: the forwards lead twice as far, so that no worker waits between its first and
-    its last action, for 2K - 1 micro-batches on every worker. With fewer of them, as far as they go.
+    """No bubble but the skew: the forwards lead twice as far, for 2K - 1 micro-batches on every worker, so
+    that none waits between its first and its last action. With fewer of them, as far as they go.
 
     3 workers, M = 5:
 
@@ -410,9 +410,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {"naive": naive, "gpipe": gpipe,
 
 
 class Named(NamedTuple):
-    """A schedule's rows for numbers of workers and micro-batches, without recomputation; `stages_per_worker`
-    is None where any number will do.
-    """
+    """A schedule without recomputation; `stages_per_worker` is None where any number will do."""
 
     make: Callable[..., Schedule]
     stages_per_worker: int | None

@@ -27,10 +27,8 @@ Partition = tuple[range, ...]
 
 
 def partition(costs: Sequence[float], num_stages: int, rule: str = "bottleneck") -> Partition:
-    """Split layers with additive ``costs`` into ``num_stages`` contiguous non-empty stages.
-
-    ``rule`` is one of RULES. Raises ValueError for an unknown rule, a cost that is negative or not finite,
-    and a number of stages that the layers cannot fill.
+    """Split layers with additive ``costs`` into ``num_stages`` contiguous non-empty stages, by one of RULES.
+    `ValueError` for an unknown rule, a cost that is negative or not finite, and more stages than layers.
     """
     if rule not in RULES:
         raise ValueError(f"unknown partition rule {rule!r}: use one of {', '.join(RULES)}")
@@ -74,10 +72,9 @@ def _fill(prefix: Sequence[int], num_stages: int, cap: int) -> Partition | None:
 
 
 def minimal_variance(costs: Sequence[int], num_stages: int) -> Partition:
-    """Minimise the sum of squared stage sums; with a fixed mean that is the paper's minimal variance.
-
-    Dynamic program over (stages, layers), exact. The best start of a last stage moves on with its stop, so
-    those of the stops on either side of a middle one lie on the same side of its start.
+    """Minimise the sum of squared stage sums, with a fixed mean the paper's minimal variance. The best start
+    of a last stage moves on with its stop, so those of the stops on either side of a middle one lie on the
+    same side of its start.
     """
     prefix, num_layers = list(accumulate(costs, initial=0)), len(costs)
     best = [0] * (num_layers + 1)  # sum of squares, by layers covered so far

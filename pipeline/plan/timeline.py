@@ -26,9 +26,8 @@ class Event(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Anything else in a step that takes time: work of a stage ("setup", "update"), a message
-    ("0F1->1") on its way from `stage`, or one of its collectives ("gather 0", "reduce 0"), in seconds from
-    the start of the step.
+    """Anything else in a step that takes time: work of a stage ("setup", "update"), a message ("0F1->1") on
+    its way from `stage`, or one of its collectives ("gather 0", "reduce 0").
     """
 
     name: str
@@ -153,10 +152,8 @@ class Timeline:
 
 
 def draw(timeline: Timeline) -> str:
-    """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots.
-
-    A slot names kind and micro-batch, a dot is an idle slot; where a worker holds several stages, a slot
-    names the stage too, as in `2F0`::
+    """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots, with
+    dots where they are idle; where a worker holds several stages, a slot names the stage too, as in `2F0`::
 
         stage 0 | F0 F1 .  .  B1 B1 B0 B0
         stage 1 | .  F0 F1 B1 B1 B0 B0

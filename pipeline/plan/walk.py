@@ -1,7 +1,5 @@
 """What follows from a schedule's rows: who sends what to whom, what waits for what, in which order one
-process takes all actions, and whether they can run at all.
-
-Everything is derived and nothing is written by hand. Only the standard library is imported.
+process takes all actions, and whether they can run at all. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -135,10 +133,9 @@ class Walk:
 def execution_order(schedule: Schedule) -> tuple[Action, ...]:
     """The order in which a single process takes all actions: each row in its own order, dependencies first.
 
-    A message is consumed before another is produced where the rows allow it: next comes the worker that
-    received the last action's message, then the same worker if it has only recomputed, then the one that can
-    go on with the latest stage. So one stage's recomputed activations are alive at a time. `ValueError` names
-    the actions that wait for each other if the schedule deadlocks.
+    Next comes the worker that received the last action's message, then the same worker if it has only
+    recomputed, then the one that can go on with the latest stage: so one stage's recomputed activations are
+    alive at a time. `ValueError` names the actions that wait for each other if the schedule deadlocks.
     """
     consumer = {transfer.source: schedule.worker(transfer.target.stage) for transfer in transfers(schedule)}
     last, worker = schedule.worker(schedule.num_stages - 1), schedule.worker(0)

@@ -40,7 +40,8 @@ class TensorSpec:
         """The description of a (real, fake or meta) tensor."""
         layout = None
         if not tensor.is_contiguous():
-            order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension)))
+            strides = tensor.stride()
+            order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
             layout = order if order != tuple(range(tensor.dim())) else None
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, layout)
 

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import add, ge
+from operator import add, ge, mul
 from typing import NamedTuple
 
 from ..plan.schedule import Action, Kind
@@ -330,16 +330,17 @@ class Placed:
             optimizer_state=rule.state_bytes(stage.trained_sizes),
             boundary=user_bytes + place.buffer_bytes,
         )
+        self._sizes, self._fixed_bytes = tuple(map(sum, self._per_count)), sum(self._fixed)
         self._own: dict[object, Parts] = {}  # of actions that add the same
-        self._held: dict[Counts, Parts] = {}
 
-    def holds(self, counts: Counts) -> Parts:
-        """What the stage holds while another stage of its worker works; an action `adds` to it."""
-        if counts not in self._held:
-            times = zip(counts, self._per_count, strict=True)
-            found = [[count * each for each in parts] for count, parts in times if count]
-            self._held[counts] = _sum([self._fixed, *found])
-        return self._held[counts]
+    def bytes(self, counts: Counts) -> int:
+        """Bytes of the stage while another stage of its worker works; an action `adds` to them."""
+        return self._fixed_bytes + sum(map(mul, counts, self._sizes))
+
+    def parts(self, counts: Counts) -> Parts:
+        """Same as `bytes`, by category."""
+        times = zip(counts, self._per_count, strict=True)
+        return _sum([self._fixed, *[[count * each for each in parts] for count, parts in times]])
 
     def update(self) -> Parts:
         """In the optimizer's step, when the copies of buffers are gone."""
@@ -407,26 +408,28 @@ class Worker:
         found, temporaries = StageMemory(*_sum(each), "optimizer"), [parts[-1] for parts in each]
         return replace(found, transients=max(temporaries)) if len(each) > 1 else found
 
-    def holds(self, moment: Moment) -> Parts:
-        """What the worker holds in an action, at most."""
+    def bytes(self, moment: Moment) -> int:
+        """Most bytes in an action."""
         step, stages = moment.step, self._stages
         placed = stages[step.action.stage]
-        found = [placed.holds(step.counts), placed.adds(step)]
-        found += [stages[stage].holds(counts) for stage, counts in moment.others]
-        messages = moment.sent_bytes
+        others = [stages[stage].bytes(counts) for stage, counts in moment.others]
+        own = placed.bytes(step.counts) + sum(placed.adds(step))
+        return own + sum(others) + self._messages_bytes(moment)
+
+    def _messages_bytes(self, moment: Moment) -> int:
+        found = moment.sent_bytes
         for (stage, is_gradient), count in moment.waiting:
-            messages += count * stages[stage].message_bytes[is_gradient]
-        if messages:
-            found.append(Parts(transients=messages))
-        return _sum(found)
+            found += count * self._stages[stage].message_bytes[is_gradient]
+        return found
 
     def fullest(self, moments: Iterable[Moment], more: int = 0) -> StageMemory:
         """Returns the worker's fullest moment, the first among equals; actions hold `more` bytes on top."""
-        found = self.update()
-        most = found.peak - more
-        for moment in moments:
-            parts = self.holds(moment)
-            if sum(parts) > most:
-                most, transients = sum(parts), parts.transients + more
-                found = StageMemory(*parts[:-1], transients, str(moment.step.action))
-        return found
+        found, stages = self.update(), self._stages
+        fullest = max(moments, key=self.bytes)
+        if self.bytes(fullest) + more <= found.peak:
+            return found
+        step, others = fullest.step, [stages[stage].parts(counts) for stage, counts in fullest.others]
+        placed = stages[step.action.stage]
+        messages = Parts(transients=more + self._messages_bytes(fullest))
+        parts = _sum([placed.parts(step.counts), placed.adds(step), *others, messages])
+        return StageMemory(*parts, str(step.action))

@@ -138,7 +138,7 @@ def action_bytes(
     """
     workers = workers_of(stages, schedule, optimizer, receive_ahead)
     return {
-        moment.step.action: sum(workers[schedule.worker(moment.step.action.stage)].holds(moment))
+        moment.step.action: workers[schedule.worker(moment.step.action.stage)].bytes(moment)
         for moment in _moments(stages, schedule, receive_ahead)
     }
 

@@ -29,7 +29,7 @@ from typing import Any
 from .links import FREE, Between, Bucket, Gather, Link
 from .schedule import Action, Kind, Schedule
 from .timeline import Event, Span, Timeline
-from .walk import Walk, transfers
+from .walk import Walk, receivers
 
 # A backward computes two products where a forward computes one; a recomputation is a forward.
 SLOTS: dict[Kind, float] = {Kind.F: 1, Kind.R: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
@@ -176,7 +176,7 @@ class _Simulation:
         # Between two workers; when the link is free again, which others may share.
         self.channels: dict[tuple[int, int], tuple[Link, list[float]]] = {}
         self.queues_s: dict[tuple[int, int], list[float]] = {}
-        self.targets = {message.source: message.target for message in transfers(schedule)}
+        self.targets = receivers(schedule)
         self.arrivals_s: dict[Action, float] = {}  # of what each action needs
         # The recomputations that wait for a gradient, and the actions that need that.
         back = [] if early_recompute else [a for a in self.targets.values() if a.kind is not Kind.F]
@@ -235,7 +235,7 @@ class _Simulation:
             return
         action = self.walk.next[worker]
         assert action is not None, "it is ready"
-        needs = self.waiting.get(action, action)
+        needs = self.waiting.get(action, action) if self.waiting else action
         if needs is not action and needs not in self.arrivals_s:
             return
         start_s = max(self.free_s[worker], self.arrivals_s.get(needs, 0))

@@ -44,6 +44,12 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     return tuple(found)
 
 
+@derived
+def receivers(schedule: Schedule) -> dict[Action, Action]:
+    """The action that needs what another one sends, by that."""
+    return {message.source: message.target for message in transfers(schedule)}
+
+
 Channel = tuple[int, int, bool]
 """Source worker, target worker, and whether gradients travel or activations."""
 
@@ -137,7 +143,7 @@ def execution_order(schedule: Schedule) -> tuple[Action, ...]:
     recomputed, then the one that can go on with the latest stage: so one stage's recomputed activations are
     alive at a time. `ValueError` names the actions that wait for each other if the schedule deadlocks.
     """
-    consumer = {transfer.source: schedule.worker(transfer.target.stage) for transfer in transfers(schedule)}
+    needed_by = receivers(schedule)
     last, worker = schedule.worker(schedule.num_stages - 1), schedule.worker(0)
     walk, order = Walk(schedule), list[Action]()
     for _ in schedule:
@@ -149,7 +155,10 @@ def execution_order(schedule: Schedule) -> tuple[Action, ...]:
         action = walk.take(worker)
         walk.finish(action)
         order.append(action)
-        worker = consumer.get(action, worker if action.kind is Kind.R else last)
+        if action in needed_by:
+            worker = schedule.worker(needed_by[action].stage)
+        elif action.kind is not Kind.R:
+            worker = last
     return tuple(order)
 
 

@@ -330,7 +330,8 @@ class Placed:
             optimizer_state=rule.state_bytes(stage.trained_sizes),
             boundary=user_bytes + place.buffer_bytes,
         )
-        self._sizes, self._fixed_bytes = tuple(map(sum, self._per_count)), sum(self._fixed)
+        self._sizes: tuple[int, ...] = tuple(map(sum, self._per_count))
+        self._fixed_bytes = sum(self._fixed)
         self._own: dict[object, Parts] = {}  # of actions that add the same
 
     def bytes(self, counts: Counts) -> int:

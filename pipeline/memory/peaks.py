@@ -330,13 +330,14 @@ class Placed:
             optimizer_state=rule.state_bytes(stage.trained_sizes),
             boundary=user_bytes + place.buffer_bytes,
         )
-        self._sizes: tuple[int, ...] = tuple(map(sum, self._per_count))
+        self._sizes = tuple(map(sum, self._per_count))
         self._fixed_bytes = sum(self._fixed)
         self._own: dict[object, Parts] = {}  # of actions that add the same
 
     def bytes(self, counts: Counts) -> int:
         """Bytes of the stage while another stage of its worker works; an action `adds` to them."""
-        return self._fixed_bytes + sum(map(mul, counts, self._sizes))
+        changing: int = sum(map(mul, counts, self._sizes))
+        return self._fixed_bytes + changing
 
     def parts(self, counts: Counts) -> Parts:
         """Same as `bytes`, by category."""

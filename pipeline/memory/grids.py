@@ -17,8 +17,8 @@ parameters and G of gradients:
     last B            a bucket more, while   messages of the layers that   in every B the same
                       it is copied           are through, until its end
 
-Every layer is gathered and scattered by itself; shards of a tensor are rounded up. Left out: what the backend
-of torch.distributed allocates of its own.
+Every layer is gathered and scattered by itself; shards of a tensor are rounded up. What the backend of
+torch.distributed allocates of its own is left out.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from dataclasses import dataclass, replace
 
 from ..plan.links import bucket_bytes_of
 from ..plan.schedule import Kind, Schedule
-from .stage_bytes import Bytes, LayerBytes, StageBytes, StageTrace, stage_bytes
-from .trace import LayerProfile
+from .stage_bytes import Bytes, LayerBytes, StageBytes, StageTrace
 from .workers import Ahead, action_bytes, workers_of
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the processes that hold a stage keep its parameters.
+    """How the processes that hold a stage keep its parameters. `ValueError` for what there is not.
 
     Args:
         replicas: processes that have all of them, or the same shards; dp
@@ -44,9 +43,6 @@ class Sharing:
         bucket_bytes: gradients that replicas sum together; as the engine has it if not given
         gathered_share: of a parameter's bytes, what is gathered of it and what its whole gradient takes: half
             where shards of 32 bits are gathered in 16
-
-    Raises:
-        ValueError: no processes, or another level.
     """
 
     replicas: int = 1
@@ -83,28 +79,23 @@ class HeldStage:
 
     step: StageBytes
     rest: StageBytes
-    first: tuple[int, int]
-    last: tuple[int, int, int, int]
-
-
-def held_stage(layers: Sequence[LayerProfile], loss: LayerProfile | None, sharing: Sharing) -> HeldStage:
-    """Returns what a process holds of a stage of these layers; ``loss`` is given for the last stage."""
-    return shared_stage(stage_bytes(layers, loss), sharing)
+    first: tuple[int, int] = (0, 0)
+    last: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 def shared_stage(whole: StageBytes, sharing: Sharing) -> HeldStage:
     """Returns what a process holds of a stage whose unshared bytes are known."""
     assert whole.trace is not None, "it is made of layers"
-    if sharing.shards > 1:
-        each = _Layers(whole.trace, sharing)
-        return (_gathered_once if sharing.level == 2 else _gathered_always)(whole, each)
-    if sharing.replicas > 1:
-        return _replicated(whole, _Layers(whole.trace, sharing))
-    return HeldStage(whole, whole, (0, 0), (0, 0, 0, 0))
+    if sharing.shards == sharing.replicas == 1:
+        return HeldStage(whole, whole)
+    each = _Layers(whole.trace, sharing)
+    if sharing.shards == 1:
+        return _replicated(whole, each)
+    return (_gathered_once if sharing.level == 2 else _gathered_always)(whole, each)
 
 
 class _Layers:
-    """Bytes of the parameters and passes of a stage's layers; the loss counts to the last layer."""
+    """Bytes of the parameters and passes of a stage's layers, by layer."""
 
     def __init__(self, trace: StageTrace, sharing: Sharing) -> None:
         self.sharing = sharing
@@ -136,7 +127,6 @@ def grid_peak_bytes(
     receive_ahead: Ahead = 1,
 ) -> tuple[int, ...]:
     """Most bytes that each worker holds in a training step; arguments and errors as of `workers.peak_bytes`.
-
     `ValueError` also for split backwards where every pass gathers.
     """
     in_step = action_bytes([stage.step for stage in stages], schedule, optimizer, receive_ahead=receive_ahead)
@@ -165,7 +155,7 @@ def _replicated(whole: StageBytes, each: _Layers) -> HeldStage:
     # W gives autograd the gradients of many layers at once, and buckets leave as it takes them in.
     most = max((size for _, size in buckets), default=0)
     ends = (last(each.first, whole.backward_first), last(each.later, whole.backward), most, most)
-    return HeldStage(whole, whole, (0, 0), ends)
+    return HeldStage(whole, whole, last=ends)
 
 
 def _buckets(sizes: Sequence[Sequence[int]], bucket_bytes: float | None) -> list[tuple[int, int]]:
@@ -245,7 +235,7 @@ def _gathered_always(whole: StageBytes, each: _Layers) -> HeldStage:
         backward=back(first=False),
         halves=None,
     )
-    return HeldStage(step, rest, (0, 0), (0, 0, 0, 0))
+    return HeldStage(step, rest)
 
 
 def _with_shards(whole: StageBytes, each: _Layers) -> StageBytes:

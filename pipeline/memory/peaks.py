@@ -4,11 +4,9 @@
     boundary inputs held     1   2   3   3   3   2   2   1   1      one per micro-batch in flight
     graphs held              0   0   0   1   1   1   1   1   1      one at a time
 
-What is alive when follows from the schedule alone, whichever sizes, cuts and transports there are. So a row
-is walked once in numbers (`row_moments`), and the bytes of stages take the place of the numbers for one cut
-or for hundreds (`Worker`). The stages of a worker are full at different times: while one is in a backward,
-another keeps what waits for its own. So at every action what its stages hold then is added up; the sum of
-their peaks would be too much.
+What is alive when follows from the schedule alone. So a row is walked once in numbers (`row_moments`), and
+the bytes of stages take the place of the numbers for one cut or for hundreds (`Worker`). The stages of a
+worker are full at different times, so at every action what they hold then is added up, and not their peaks.
 
 Peaks are those of a steady training step: optimizer state exists, gradients are set to None between steps and
 appear at the first backward; the optimizer updates one tensor at a time (`foreach=False`). Micro-batches are
@@ -29,6 +27,7 @@ buffer of the ring holds what was received until the end of B, and the copy come
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -36,7 +35,7 @@ from operator import add, ge, mul
 from typing import NamedTuple
 
 from ..plan.schedule import Action, Kind
-from .stage_bytes import Bytes, StageBytes
+from .stage_bytes import Bytes, Halves, StageBytes
 
 # In numbers of micro-batches
 
@@ -83,10 +82,8 @@ class Moment(NamedTuple):
 
 
 class StageCounter:
-    """Counts what a stage holds as its actions run one after another.
-
-    ``receive_ahead`` is the number of messages of each direction that are received beyond the one in use;
-    None where the caller counts what has arrived.
+    """Counts what a stage holds as its actions run one after another. ``receive_ahead`` messages of each
+    direction are received beyond the one in use; None where the caller counts what has arrived.
     """
 
     def __init__(self, actions: Sequence[Action], receive_ahead: int | None = 0) -> None:
@@ -170,23 +167,19 @@ def row_moments(
         rows[action.stage].append(action)
     counters = {stage: StageCounter(row, receive_ahead) for stage, row in rows.items()}
     resting = {stage: counter.rest for stage, counter in counters.items()}
-    waiting: dict[int, dict[Inbox, int]] = {stage: {} for stage in homes}  # by the stage that waits
+    waiting = Counter[Inbox]()
     for action in actions:
         stage, kind = action.stage, action.kind
         moves, back = kind in (Kind.F, Kind.B, Kind.I), kind is not Kind.F
-        if moves:
-            for inbox, count in waiting[stage].items():
-                if inbox[1] is back and count:
-                    waiting[stage][inbox] = count - 1
+        if moves and waiting[stage, back]:
+            waiting[stage, back] -= 1
         step, mine = counters[stage].take(action), homes[stage]
         others = tuple([(other, resting[other]) for other in mine if other != stage])
-        found = tuple([each for other in mine for each in waiting[other].items() if each[1]])
-        yield Moment(step, others, found)
+        inboxes = [(other, is_gradient) for other in mine for is_gradient in (False, True)]
+        yield Moment(step, others, tuple([(each, waiting[each]) for each in inboxes if waiting[each]]))
         resting[stage] = counters[stage].rest
         if moves:
-            target = stage - 1 if back else stage + 1
-            if target in homes:
-                waiting[target][target, back] = waiting[target].get((target, back), 0) + 1
+            waiting[stage - 1 if back else stage + 1, back] += 1
 
 
 # In bytes
@@ -198,7 +191,6 @@ class Optimizer:
 
     state: int  # copies of the parameters kept between steps
     temporaries: int  # parameter-sized temporaries while one parameter is updated, one tensor at a time
-    lingers: bool  # one of them lives on while the next parameter is updated: a variable of torch's loop
     counts_steps: bool  # keeps a 4-byte step count for each parameter tensor
 
     @classmethod
@@ -213,18 +205,18 @@ class Optimizer:
         return self.state * sum(sizes) + 4 * len(sizes) * self.counts_steps
 
     def update_bytes(self, sizes: tuple[int, ...]) -> int:
-        """Bytes of temporaries while it updates parameters of these sizes in turn."""
-        if not self.lingers:
-            return self.temporaries * max(sizes, default=0)
-        before = (0, *sizes)  # one longer than the sizes, where `map` stops
-        return max(map(add, map(self.temporaries.__mul__, sizes), before), default=0)
+        """Bytes of temporaries while it updates parameters of these sizes in turn; one of them lives on while
+        the next parameter is updated: a variable of torch's loop.
+        """
+        each = map(add, map(self.temporaries.__mul__, sizes), (0, *sizes))  # it stops with the sizes
+        return max(each, default=0) if self.temporaries else 0
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "sgd": Optimizer(state=0, temporaries=0, lingers=False, counts_steps=False),
+    "sgd": Optimizer(state=0, temporaries=0, counts_steps=False),
     # Mean square and momentum: with the value the paper's 12 bytes per float32 parameter.
-    "rmsprop": Optimizer(state=2, temporaries=1, lingers=True, counts_steps=True),
-    "adam": Optimizer(state=2, temporaries=2, lingers=True, counts_steps=True),
+    "rmsprop": Optimizer(state=2, temporaries=1, counts_steps=True),
+    "adam": Optimizer(state=2, temporaries=2, counts_steps=True),
 }
 
 
@@ -267,17 +259,11 @@ class Parts(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a stage's messages come into.
+    """Where a stage's messages come into."""
 
-    Args:
-        inputs_there: memory that is there anyway holds its inputs, as it holds those of the first stage.
-        gradients_there: the same of the gradients of its outputs.
-        buffer_bytes: all of that memory, where it stays.
-    """
-
-    inputs_there: bool = False
-    gradients_there: bool = False
-    buffer_bytes: int = 0
+    inputs_there: bool = False  # into memory that is there anyway, as the first stage's are
+    gradients_there: bool = False  # the same of the gradients of its outputs
+    buffer_bytes: int = 0  # all of that memory, where it stays
 
 
 NOWHERE = Place()
@@ -292,7 +278,7 @@ class Placed:
         num_microbatches: of a step.
         is_first: whether it is the first stage, whose inputs are the user's.
         recomputes: whether anything is recomputed.
-        stays: what was received stays until the end of B, as over processes.
+        stays: whether what was received stays until the end of B, as over processes.
         place: where its messages come into.
     """
 
@@ -307,40 +293,35 @@ class Placed:
         stays: bool = False,
         place: Place = NOWHERE,
     ) -> None:
-        self._stage, self._stays = stage, stays
+        self._stage, self._stays, self._place, self._rule = stage, stays, place, rule
         self._copied_bytes = stage.still_buffer_bytes if recomputes else 0
-        self._place, self._is_apart = place, is_first or place.inputs_there
-        halves = stage.halves
-        received, kept = (0, 0) if self._is_apart else (stage.input_bytes, stage.kept_input_bytes)
+        self._is_apart = is_first or place.inputs_there
+        halves = stage.halves or Halves()
+        self._halves = halves = halves.apart(stage.received_bytes) if place.gradients_there else halves
+        received = kept = waits = 0
+        if not self._is_apart:
+            received, kept, waits = stage.input_bytes, stage.kept_input_bytes, halves.kept_input_bytes
         gradient = 0 if place.gradients_there else stage.output_gradient_bytes
         self.message_bytes = (0 if place.inputs_there else stage.input_bytes, gradient)
-        if place.gradients_there and halves is not None:
-            halves = halves.apart
-        self._halves = halves
-        self._is_whole = halves is not None and halves.whole
         # Copies of overwritten inputs that graphs hold, where the stage recomputes. A micro-batch that it
         # does not recompute has none: an upper estimate.
-        copied = waits = again = 0
-        if halves is not None and not self._is_apart:
-            waits = halves.kept_input_bytes
-        elif halves is not None and recomputes:
-            again = min(halves.kept_input_bytes, stage.copied_input_bytes)
+        copied = again = 0
         if recomputes and self._is_apart:
-            copied = stage.kept_copied_bytes if stage.copied_input_bytes else 0
+            copied = stage.kept_copied_bytes
+            again = min(halves.kept_input_bytes, stage.copied_input_bytes)
         elif recomputes and stays:
             copied = stage.copied_input_bytes
         self._own_kept = kept + copied
         self._per_count = (
             Parts(boundary=received),
             Parts(boundary=self._own_kept, activations=stage.saved_bytes),
-            Parts(boundary=waits, activations=again + (0 if halves is None else halves.saved_bytes)),
+            Parts(boundary=waits, activations=again + halves.saved_bytes),
             Parts(transients=received),
             Parts(transients=gradient),
             Parts(buffers=stage.changing_buffer_bytes),
-            Parts(gradients=0 if self._is_whole else stage.gradient_bytes),
-            Parts(gradients=stage.gradient_bytes if self._is_whole else 0),
+            Parts(gradients=0 if halves.whole else stage.gradient_bytes),
+            Parts(gradients=stage.gradient_bytes if halves.whole else 0),
         )
-        self._sizes = tuple(map(sum, self._per_count))
         # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
         user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
         self._fixed = Parts(
@@ -349,16 +330,14 @@ class Placed:
             optimizer_state=rule.state_bytes(stage.trained_sizes),
             boundary=user_bytes + place.buffer_bytes,
         )
-        self._fixed_bytes, self._rule = sum(self._fixed), rule
-        self._own: dict[object, tuple[int, Parts]] = {}  # of actions that add the same
-        self._held: dict[Counts, int] = {}
+        self._sizes = tuple(map(sum, self._per_count))
+        self._fixed_bytes = sum(self._fixed)
+        self._own: dict[object, Parts] = {}  # of actions that add the same
 
     def bytes(self, counts: Counts) -> int:
         """Bytes of the stage while another stage of its worker works; an action `adds` to them."""
-        found = self._held.get(counts)
-        if found is None:
-            found = self._held[counts] = self._fixed_bytes + sum(map(mul, counts, self._sizes))
-        return found
+        changing: int = sum(map(mul, counts, self._sizes))
+        return self._fixed_bytes + changing
 
     def parts(self, counts: Counts) -> Parts:
         """Same as `bytes`, by category."""
@@ -372,12 +351,10 @@ class Placed:
         temporaries = self._rule.update_bytes(stage.trained_sizes)
         return _sum([self._fixed, Parts(buffers=buffers, gradients=gradients, transients=temporaries)])
 
-    def adds(self, step: Step) -> tuple[int, Parts]:
-        """Returns the bytes that an action adds, in total and by category. ValueError for a split backward
-        without profiles of it.
-        """
+    def adds(self, step: Step) -> Parts:
+        """What an action adds. ValueError for a split backward without profiles of it."""
         kind = step.action.kind
-        if self._halves is None and (kind in (Kind.I, Kind.W) or step.counts.halves):
+        if self._stage.halves is None and (kind in (Kind.I, Kind.W) or step.counts.halves):
             raise ValueError(
                 f"{step.action} is half a backward, which the profiles of its stage say nothing of; profile "
                 "with Profiler(split_backward=True)"
@@ -390,14 +367,13 @@ class Placed:
                 if not (self._is_apart or self._stays):
                     # The copy takes the place of what was received once it is made, before the first layer.
                     copied = max(copied - found.total, 0)
-            own = Parts(
+            self._own[step.alike] = Parts(
                 buffers=buffers,
                 gradients=found.gradients,
                 boundary=self._own_kept if kind in (Kind.B, Kind.I) else 0,
                 activations=found.activations,
                 transients=found.transients + copied,
             )
-            self._own[step.alike] = sum(own), own
         return self._own[step.alike]
 
     def _fullest(self, step: Step) -> Bytes:
@@ -405,13 +381,12 @@ class Placed:
         stage, halves, counts, kind = self._stage, self._halves, step.counts, step.action.kind
         if kind in (Kind.F, Kind.R):
             return stage.free if kind is Kind.F and step.recomputed else stage.forward
-        if kind is Kind.B or self._is_whole:  # I does all of a backward
+        if kind is Kind.B or halves.whole:  # I does all of a backward
             if kind is Kind.W:
                 return Bytes()
-            is_later = counts.after_inputs if self._is_whole else counts.after_backward
+            is_later = counts.after_inputs if halves.whole else counts.after_backward
             found = stage.backward if is_later else stage.backward_first
-            return found.without(stage.messages.received_bytes) if self._place.gradients_there else found
-        assert halves is not None, "it was looked at"
+            return found.without(stage.received_bytes) if self._place.gradients_there else found
         if kind is Kind.I:
             return halves.inputs
         # The copy of a user's input that a recomputation works on waits for W as what is received does.
@@ -424,18 +399,9 @@ def _sum(all_parts: Iterable[Sequence[int]]) -> Parts:
 
 
 class Worker:
-    """The memory of all stages of a worker.
+    """The memory of all stages of a worker; of ``rests`` in the optimizer's step, where they hold other."""
 
-    Args:
-        stages: in the actions of a step.
-        rests: in the optimizer's step, where they hold something else.
-    """
-
-    def __init__(
-        self,
-        stages: Mapping[int, Placed],
-        rests: Mapping[int, Placed] | None = None,
-    ) -> None:
+    def __init__(self, stages: Mapping[int, Placed], rests: Mapping[int, Placed] | None = None) -> None:
         self._stages, self._rests = stages, stages if rests is None else rests
 
     def update(self) -> StageMemory:
@@ -448,20 +414,11 @@ class Worker:
         """Most bytes in an action."""
         step, stages = moment.step, self._stages
         placed = stages[step.action.stage]
-        found = placed.bytes(step.counts) + placed.adds(step)[0] + self._messages_bytes(moment)
-        return found + sum([stages[stage].bytes(counts) for stage, counts in moment.others])
-
-    def memory(self, moment: Moment, more: int = 0) -> StageMemory:
-        """Same as `bytes`, by category, with `more` bytes added."""
-        step, stages = moment.step, self._stages
-        others = [stages[stage].parts(counts) for stage, counts in moment.others]
-        placed = stages[step.action.stage]
-        parts = _sum([placed.parts(step.counts), placed.adds(step)[1], *others])
-        found = StageMemory(*parts, str(step.action))
-        return replace(found, transients=found.transients + self._messages_bytes(moment) + more)
+        others = [stages[stage].bytes(counts) for stage, counts in moment.others]
+        own = placed.bytes(step.counts) + sum(placed.adds(step))
+        return own + sum(others) + self._messages_bytes(moment)
 
     def _messages_bytes(self, moment: Moment) -> int:
-        """Bytes of messages that wait to be used, and of sent messages that have not left yet."""
         found = moment.sent_bytes
         for (stage, is_gradient), count in moment.waiting:
             found += count * self._stages[stage].message_bytes[is_gradient]
@@ -469,10 +426,12 @@ class Worker:
 
     def fullest(self, moments: Iterable[Moment], more: int = 0) -> StageMemory:
         """Returns the worker's fullest moment, the first among equals; actions hold `more` bytes on top."""
-        found, best = self.update(), None
-        most = found.peak
-        for moment in moments:
-            num_bytes = self.bytes(moment) + more
-            if num_bytes > most:
-                most, best = num_bytes, moment
-        return found if best is None else self.memory(best, more)
+        found, stages = self.update(), self._stages
+        fullest = max(moments, key=self.bytes)
+        if self.bytes(fullest) + more <= found.peak:
+            return found
+        step, others = fullest.step, [stages[stage].parts(counts) for stage, counts in fullest.others]
+        placed = stages[step.action.stage]
+        messages = Parts(transients=more + self._messages_bytes(fullest))
+        parts = _sum([placed.parts(step.counts), placed.adds(step), *others, messages])
+        return StageMemory(*parts, str(step.action))

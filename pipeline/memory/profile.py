@@ -1,21 +1,18 @@
 """What one layer costs in bytes, found by running it once on fake tensors of the real size.
 
-Everything downstream (partition, memory model, maximum-size search) adds up layer profiles, so a profile must
-say more than "saved 12 MiB": whether an input is kept by the layer's graph (its neighbour may keep the same
-storage), when in the backward pass it is let go, how high the transients stand at that moment. A profile
-therefore tells the *order of events* - which storage appears and dies when - of three traces:
+Everything downstream adds up layer profiles, so a profile must say whether an input is kept by the layer's
+graph (its neighbour may keep the same storage), when in the backward pass it is let go, and how high the
+transients stand at that moment. It tells the *order of events*, which storage appears and dies when, of three
+traces:
 
     free     forward without a graph                                       (F under re-materialization)
     first    forward with a graph, backward that creates the gradients     (first B of a step)
     later    the same with a backward that accumulates into them           (every other B)
 
-Nothing of the real size is allocated: the layer runs on fake tensors, on the CPU device. A GPU's kernels
-may keep other things; real runs under a memory cap check that.
-
-Inputs are laid out as the layer before leaves them; gradients of outputs are made up dense and in the order
-of the dimensions, so what a layer copies because its gradient has another layout is not seen. Fake kernels
-return results in storages of their own size, while a few real ones return a small result in a large workspace
-(the CPU's `mse_loss` returns a number in as many bytes as its input has).
+Nothing of the real size is allocated: the layer runs on fake tensors, on the CPU device. A GPU's kernels may
+keep other things. Gradients of outputs are made up dense and in the order of the dimensions, so what a layer
+copies because its gradient has another layout is not seen. A few real kernels return a small result in a
+large workspace (the CPU's `mse_loss` a number in as many bytes as its input has), fake ones do not.
 """
 
 from __future__ import annotations
@@ -63,23 +60,18 @@ class ModelProfile(NamedTuple):
 class Profiler:
     """Profiles layers, each distinct one once: same configuration, same inputs, same precision.
 
-    ``autocast`` is the dtype of mixed precision (parameters stay as they are), None for none. Casts of
-    weights are not cached between operations, as in the engine: the cache would keep a copy of every weight.
-    With a GPU's ``attention``, what autocast computes in float32 there is so here.
-
     Layers are eager; what a compiled layer keeps is no more than that.
 
-    ``attention`` is the device's whose kernels of attention the layers take (`ATTENTIONS`).
-
-    ``number_format`` is a dtype in which every layer reads its parameters without keeping copies of them;
-    their own sizes stay. With inputs of that dtype all activations have it, and gradients in the traces.
-
-    ``split_backward`` also profiles the two halves of a backward, for schedules with I and W.
-
-    ``ties_apart`` profiles layers that share a parameter as if each had its own, as processes have that hold
-    one of them each. Without it they are refused.
-
-    ``divided`` makes the fake copy of a layer that one rank has of it (tensor parallelism).
+    Args:
+        autocast: dtype of mixed precision, None for none. Casts of weights are not cached, as in the engine.
+        attention: device whose kernels of attention the layers take (`ATTENTIONS`); with a GPU's, what
+            autocast computes in float32 there is so here.
+        number_format: dtype in which layers read their parameters without keeping copies of them; their own
+            sizes stay. With inputs of that dtype all activations and gradients in the traces have it.
+        split_backward: whether to profile the halves of a backward too, for schedules with I and W.
+        ties_apart: whether each layer counts a shared parameter as its own, as processes have it that hold
+            one of them each. Without it such layers are refused.
+        divided: makes the fake copy of a layer that one rank has of it (tensor parallelism).
     """
 
     autocast: torch.dtype | None = None
@@ -92,8 +84,7 @@ class Profiler:
 
     def layer(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int] = frozenset()) -> LayerProfile:
         """The profile of one layer. ``unused`` are positions of outputs that nothing after it differentiates.
-
-        Raises ValueError if it returns anything but tensors.
+        `ValueError` if it returns anything but tensors.
         """
         key = (signature(layer), inputs, unused)
         if key not in self._known:
@@ -107,11 +98,9 @@ class Profiler:
         inputs: Boundary,
         unused: frozenset[int] = frozenset(),
     ) -> tuple[LayerProfile, ...]:
-        """Profiles of layers in sequence, each fed with what the one before it returns.
-
-        ``unused`` are positions of the last one's outputs that nothing differentiates. Raises ValueError if
-        two layers share a parameter, unless ``ties_apart``: profiles are added up, so it would be counted
-        twice.
+        """Profiles of layers in sequence, each fed with what the one before it returns. ``unused`` are
+        positions of the last one's outputs that nothing differentiates. `ValueError` if two layers share a
+        parameter, unless ``ties_apart``.
         """
         modules, profiles = list(layers), list[LayerProfile]()
         owners: dict[nn.Parameter, int] = {}
@@ -187,9 +176,9 @@ class Profiler:
             parameter_counts=tuple(
                 mine.numel() for mine, p in zip(held, layer.parameters(), strict=True) if p.requires_grad
             ),
-            parameter_sizes=tuple(p.numel() * p.itemsize for p in held),
-            trained_sizes=tuple(p.numel() * p.itemsize for p in trained),
-            buffer_sizes=(*(b.numel() * b.itemsize for b in layer.buffers()), *added.sizes),
+            parameter_sizes=tuple(p.nbytes for p in held),
+            trained_sizes=tuple(p.nbytes for p in trained),
+            buffer_sizes=(*(b.nbytes for b in layer.buffers()), *added.sizes),
             free=free,
             first=first,
             later=later,
@@ -203,9 +192,7 @@ class Profiler:
 
 
 class LossLayer(nn.Module):
-    """A loss function as a layer that takes the tensors of the outputs and of the target, one after the
-    other.
-    """
+    """A loss function as a layer that takes the tensors of the outputs, then those of the target."""
 
     def __init__(self, loss_fn: Callable[..., Tensor], outputs: Boundary, target: Boundary) -> None:
         super().__init__()
@@ -218,9 +205,7 @@ class LossLayer(nn.Module):
 
 @contextmanager
 def precision(autocast: torch.dtype | None, attention: str = "cpu") -> Iterator[None]:
-    """Mixed precision as in the engine, on fake tensors: weights are cast in each operation again. Autocast
-    is that of the device of `attention`, a CPU or a GPU.
-    """
+    """Mixed precision as in the engine, on fake tensors, with the autocast of the device of `attention`."""
     if autocast is None:
         yield
         return
@@ -270,23 +255,15 @@ def fake_copy(layer: nn.Module, number_format: torch.dtype | None = None) -> nn.
     return copy.deepcopy(layer, stand_ins).train()
 
 
-# A CPU core and a GPU alike do about ten floating-point operations in the time in which they move a byte.
+# Floating-point operations in the time in which a CPU core, or a GPU, moves a byte.
 FLOPS_PER_BYTE = 10
 
 
 def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]:
-    """An estimate of what each layer costs, the same on every machine: forward on one micro-batch, in
-    floating-point operations or what takes as long.
-
-    Stages are balanced before anything has run, and all processes of a pipeline must come to the same cut, so
-    measured times will not do. The layers are run on fake tensors and charged for their multiplications and
-    for the bytes they move. `example` is a micro-batch; only its shapes and dtypes count, so it may be on the
-    meta device.
+    """An estimate of what each layer costs, the same on every machine and process: forward on one
+    micro-batch, in floating-point operations or what takes as long. `example` is a micro-batch, of which only
+    shapes and dtypes count; it may be on the meta device.
     """
-
-    def num_bytes(*tensors: Tensor) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
     costs = []
     with FakeTensors(), torch.no_grad():
         value: Tree = change(
@@ -295,12 +272,13 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
         for layer, portals in zip(layers, portals_of(layers), strict=True):
             fake = fake_copy(layer)
             own = value[0] if portals.arriving else value  # what passes the layer by costs it nothing
-            moved = num_bytes(*fake.parameters(), *tensors_of(own))
+            moved = [*fake.parameters(), *tensors_of(own)]
             with FlopCounterMode(display=False) as counter:
                 value = portals.around(fake)(value)
             own = value[0] if portals.leaving else value
-            moved += num_bytes(*tensors_of(own, f"the output of {type(layer).__name__}"))
-            costs.append(float(counter.get_total_flops() + FLOPS_PER_BYTE * moved))
+            moved += tensors_of(own, f"the output of {type(layer).__name__}")
+            moved_bytes = sum(tensor.nbytes for tensor in moved)
+            costs.append(float(counter.get_total_flops() + FLOPS_PER_BYTE * moved_bytes))
     return tuple(costs)
 
 
@@ -343,10 +321,10 @@ class FakeTensors(FakeTensorMode):
 
 
 # The attention of an accelerator, for layers that run on fake tensors of the CPU. Which kernel
-# `scaled_dot_product_attention` takes decides what a layer keeps and computes, and a CPU takes others than
-# a GPU: with dropout it makes all weights, where a GPU keeps none. So the operations that torch would take
-# on the device that is asked about are called by their names, and fake tensors follow torch's own rules for
-# them. Dropout is called the same way: a GPU keeps a byte for each element, a CPU what it multiplied by.
+# `scaled_dot_product_attention` takes decides what a layer keeps: with dropout a CPU makes all weights, where
+# a GPU keeps none. So the operations that torch would take on the device are called by their names, and fake
+# tensors follow torch's rules for them. So is dropout: a GPU keeps a byte for each element, a CPU what it
+# multiplied by.
 #
 #     flash       GPUs since Ampere: in 16 bits and without a mask; otherwise as efficient
 #     efficient   older GPUs, and float32: where keys have as many heads as queries; otherwise as math

@@ -1,9 +1,8 @@
 """What a stage holds of one micro-batch, from the profiles of its layers, to the byte.
 
-Adding "saved bytes" of layers would be wrong twice: neighbours keep the same storage (a ReLU's result is the
-next convolution's input), and the peak of a backward pass depends on what earlier layers still hold. So the
-layers are played one after another, each by the order in which its storages appear and die, and a storage
-at the ends of layers has one name in the whole stage:
+Neighbours keep the same storage (a ReLU's result is the next convolution's input), and the peak of a backward
+depends on what earlier layers still hold. So the layers are played one after another, each by the order in
+which its storages appear and die, and a storage at the ends of layers has one name in the whole stage:
 
     forward      x0 --[layer 0]--> x1 --[layer 1]--> x2        kept by 0: x1;  kept by 1: x1, a
     backward     g0 <--[layer 0]-- g1 <--[layer 1]-- g2        layer 1 frees a, layer 0 frees x1
@@ -12,9 +11,9 @@ A storage is charged once, with the size it was made with (a layer may pass on a
 its last holder. What only leads to outputs that no gradient comes back for is not kept; at the end of a stage
 the engine does keep it, until B.
 
-I goes back through the layers as a backward does, but leaves behind what waits for W: inputs of operations
-with weights, the gradients of their outputs, and the gradients of parameters that I has computed. What W
-holds is an upper estimate: all that waits, all gradients that it makes, and the most that any layer adds.
+I leaves behind what waits for W: inputs of operations with weights, the gradients of their outputs, and the
+gradients of parameters that I has computed. What W holds is an upper estimate: all that waits, all gradients
+that it makes, and the most that any layer adds.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 from ..stage.split_backward import MANY_BYTES
 from .trace import BufferRole, LayerProfile, Received, SplitTrace, Trace
 
 
-@dataclass(frozen=True)
-class Bytes:
+class Bytes(NamedTuple):
     """Peak memory of one action of one micro-batch, without the boundary inputs of the stage."""
 
     activations: int = 0  # bytes held by the graph
@@ -40,11 +38,11 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        return self.activations + self.gradients + self.transients
+        return sum(self)
 
     def without(self, num_bytes: int) -> Bytes:
         """Returns the same peak with `num_bytes` of its transients held elsewhere."""
-        return replace(self, transients=self.transients - num_bytes)
+        return self._replace(transients=self.transients - num_bytes)
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,11 @@ class StageBytes:
     forward: Bytes  # F with a graph, and R
     backward_first: Bytes  # B that creates the parameter gradients
     backward: Bytes  # every later B
+    # Messages, of workers that are processes of their own: a sent tensor stays until it has been waited for.
+    sent_bytes: int = 0  # of what F makes for the next stage, without what the stage was given itself
+    of_graph_bytes: int = 0  # of these, what a graph that F makes holds too
+    sent_back_bytes: int = 0  # of the gradients that B or I makes for the stage before
+    received_bytes: int = 0  # of the gradients of outputs, which are held throughout a B or I
     summed_gradient_bytes: int = 0  # of the gradients, those added to another layer's before the update
     copied_input_bytes: int = 0  # of the boundary inputs, what a forward that runs twice copies
     kept_copied_bytes: int = 0  # of these copies, what stays from R to the end of B
@@ -71,22 +74,6 @@ class StageBytes:
     still_buffer_bytes: int = 0  # copied once for a step in which anything is recomputed
     halves: Halves | None = None  # where the layers' profiles have them
     trace: StageTrace | None = field(default=None, repr=False, compare=False)  # what else the layers say
-
-    @property
-    def messages(self) -> MessageBytes:
-        """Bytes that the stage sends to and receives from other processes."""
-        return MessageBytes() if self.trace is None else self.trace.messages
-
-
-class MessageBytes(NamedTuple):
-    """Bytes that a stage sends and receives of one micro-batch where each worker is a process. A sent tensor
-    stays until its sender has waited for it, which may be longer than the stage needs it.
-    """
-
-    sent_bytes: int = 0  # of what F makes for the next stage, without what the stage was given itself
-    of_graph_bytes: int = 0  # of these, what a graph that F makes holds too
-    sent_back_bytes: int = 0  # of the gradients that B or I makes for the stage before
-    received_bytes: int = 0  # of the gradients of outputs, which are held throughout a B or I
 
 
 def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> StageBytes:
@@ -100,6 +87,8 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
         for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
             still += size * (role is BufferRole.STILL)
             changing += size * (role in (BufferRole.CHANGING, BufferRole.REPLACED))
+    sent = set() if loss is not None else trace.outputs - trace.boundary
+    received = () if loss is not None else last.first.output_gradients
     return StageBytes(
         parameter_bytes=sum([layer.parameter_bytes for layer in layers]),
         trained_sizes=tuple(chain.from_iterable([layer.trained_sizes for layer in layers])),
@@ -118,19 +107,17 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
         kept_copied_bytes=sum([trace.sizes[name] for name in trace.copied.intersection(kept)]),
         changing_buffer_bytes=changing,
         still_buffer_bytes=still,
+        sent_bytes=sum([trace.sizes[name] for name in sent]),
+        of_graph_bytes=sum([trace.sizes[name] for name in sent & trace.holders.keys()]),
+        sent_back_bytes=trace.sent_back_bytes,
+        received_bytes=sum([last.first.sizes[storage] for storage in received if storage is not None]),
         halves=Halves.of(trace),
         trace=trace,
     )
 
 
 class LayerBytes(NamedTuple):
-    """One layer in a pass over its stage, beyond the stage's boundary inputs; the ends in bytes.
-
-    On a grid, what is gathered, copied into a bucket or scattered comes on top of whichever layer runs:
-
-        backward     [layer 2][layer 1][layer 0]
-        gathered         2        1        0        comes on top of what that layer holds, and of nothing else
-    """
+    """One layer in a pass over its stage, beyond the stage's boundary inputs; the ends in bytes."""
 
     before: int
     fullest: Bytes
@@ -139,16 +126,16 @@ class LayerBytes(NamedTuple):
 
 def _fullest(layers: Iterable[LayerBytes]) -> Bytes:
     """Returns the fullest moment of all layers, the first one among equals."""
-    return max([each.fullest for each in layers], key=lambda moment: moment.total)
+    return max([each.fullest for each in layers], key=sum)
 
 
 class StageTrace:
-    """The layers of a stage, by their profiles, and the loss of the last stage, played one after another.
-    Passes tell of each layer in the order of the forward, the loss behind the last.
+    """The layers of a stage, and the loss of the last stage behind them, played one after another. Passes
+    tell of each in the order of the forward.
     """
 
     def __init__(self, stage: Sequence[LayerProfile], loss: LayerProfile | None = None) -> None:
-        self.stage, self.has_loss = tuple(stage), loss is not None
+        self.stage = tuple(stage)
         self.layers = (*stage, loss) if loss is not None else self.stage
         self.sizes: dict[int, int] = {}  # bytes of each storage at the ends of layers, by its name
         self.boundary = set[int]()  # names that the stage's boundary holds, and the target
@@ -176,6 +163,7 @@ class StageTrace:
             self._names.append(known)
             names = tuple([known[storage] for storage in trace.outputs])
         self.copied &= self.boundary
+        self.outputs = set(names)
         self.saved_bytes = 0  # held by the graph
         self.holders: dict[int, int] = {}  # of each name, how many storages of the layers' graphs it is
         self.with_graph = self.forward()
@@ -219,10 +207,10 @@ class StageTrace:
         trace_of: Callable[[LayerProfile], Trace],
         waiting: dict[_Name, int] | None = None,
     ) -> tuple[list[LayerBytes], int]:
-        """A backward, or I, by a trace of each layer, from the last to the first; `waiting` takes in what I
-        leaves for W. Returns its layers, and bytes of the gradients of the stage's inputs.
+        """A backward, or I, by a trace of each layer; `waiting` takes in what I leaves for W. Returns its
+        layers, and bytes of the gradients of the stage's inputs.
         """
-        holders, saved, gradients = self.holders.copy(), self.saved_bytes, 0
+        holders, now = self.holders.copy(), [self.saved_bytes, 0, 0]
         for name in self.boundary:
             holders[name] = holders.get(name, 0) + 1
         last, found = trace_of(self.layers[-1]), list[LayerBytes]()
@@ -239,7 +227,7 @@ class StageTrace:
                 names = dict(zip(trace.inputs + trace.outputs, ends, strict=True))
             received = received[: len(trace.outputs)]  # without the target's place
             loose = {each for each in received if each is not None and each[0] not in held}
-            other = sum(held.values()) + sum([size for _, size in loose])
+            now[2] = sum(held.values()) + sum([size for _, size in loose])
             numbers: dict[_Name, int] = {}  # equal layers receive equal gradients wherever they stand
             given = tuple(
                 [
@@ -247,24 +235,16 @@ class StageTrace:
                     for each in received
                 ]
             )
-            before, most, fullest = saved + gradients + other, -1, None
+            before, moments = sum(now), list[Bytes]()
             for segment in trace.segments(given):
-                if saved + gradients + other + segment.peak > most:
-                    most = saved + gradients + other + segment.peak
-                    fullest = (
-                        saved + segment.peak_saved, gradients + segment.peak_gradients,
-                        other + segment.peak_other,
-                    )  # fmt: skip
-                saved += segment.saved
-                gradients += segment.gradients
-                other += segment.other
+                moments.append(Bytes(*map(add, now, segment.peak)))
+                now = [*map(add, now, segment.end)]
                 if segment.released is not None:
                     name = names[segment.released]
                     holders[name] = holders.get(name, 0) - 1
                     if holders[name] == 0:
-                        saved -= self.sizes[name]
-            moment = Bytes() if fullest is None else Bytes(*fullest)
-            found.append(LayerBytes(before, moment, saved + gradients + other))
+                        now[0] -= self.sizes[name]
+            found.append(LayerBytes(before, max(moments, key=sum), sum(now)))
             known = dict(zip(trace.output_gradients, received, strict=True))
             if waiting is not None:
                 held |= self._wait(index, names, known, waiting)
@@ -282,8 +262,8 @@ class StageTrace:
         known: Mapping[int | None, _Gradient | None],
         waiting: dict[_Name, int],
     ) -> dict[_Name, int]:
-        """Adds to `waiting` what layer `index` leaves to W; `names` are the storages at its ends, `known` the
-        gradients that it was given. Returns the gradients that are held for W.
+        """Adds to `waiting` what layer `index` leaves to W; returns the gradients that are held for W.
+        `names` are the storages at its ends, `known` the gradients that it was given.
         """
         halves, held = self.layers[index].halves, dict[_Name, int]()
         assert halves is not None, "it was looked at"
@@ -295,21 +275,6 @@ class StageTrace:
                 if storage not in halves.inputs.kept:
                     held[given[0]] = given[1]
         return held
-
-    @cached_property
-    def messages(self) -> MessageBytes:
-        """Bytes that the stage sends to and receives from other processes."""
-        if self.has_loss:
-            return MessageBytes(sent_back_bytes=self.sent_back_bytes)
-        last = self.layers[-1].first
-        names = {self._names[-1][storage] for storage in last.outputs} - self.boundary
-        of_graph = names & self.holders.keys()
-        return MessageBytes(
-            sent_bytes=sum([self.sizes[name] for name in names]),
-            of_graph_bytes=sum([self.sizes[name] for name in of_graph]),
-            sent_back_bytes=self.sent_back_bytes,
-            received_bytes=sum([last.sizes[each] for each in last.output_gradients if each is not None]),
-        )
 
 
 _Name = tuple[Any, ...]
@@ -326,9 +291,8 @@ class Halves:
     """Bytes that a stage holds in I, in W and in between, for one micro-batch."""
 
     whole: bool = False  # I does all of a backward, and W has nothing to do
-    inputs: Bytes = Bytes()  # I
+    inputs: Bytes = field(default_factory=Bytes)  # I
     kept_input_bytes: int = 0  # of the boundary inputs, what stays from I to W
-    received_bytes: int = 0  # of gradients, which are held throughout I
     layers: Sequence[SplitTrace] = ()
     sizes: Mapping[_Name, int] = field(default_factory=dict)  # of what waits for W
 
@@ -342,7 +306,6 @@ class Halves:
             return cls(whole=True)
         waiting = dict[_Name, int]()
         layers, _ = trace.backward(_INPUTS, waiting)
-        last = _INPUTS(trace.layers[-1])
         # The targets are the user's and stay.
         given = len(trace.layers[0].inputs.same_as)
         ends = {name: ("end", name) for name in trace.boundary if ("end", name) in waiting}
@@ -351,7 +314,6 @@ class Halves:
         return cls(
             inputs=_fullest(reversed(layers)),
             kept_input_bytes=sum([sizes[end] for end in inputs]),
-            received_bytes=sum([last.sizes[each] for each in last.output_gradients if each is not None]),
             layers=halves,
             sizes=sizes,
         )
@@ -361,19 +323,14 @@ class Halves:
         """Held from the end of I to W, beyond the boundary inputs."""
         return sum(self.sizes.values()) - self.kept_input_bytes
 
-    @cached_property
-    def apart(self) -> Halves:
-        """Returns the bytes where received gradients of the stage's outputs need no memory of their own."""
-        if self.whole:
-            return self
+    def apart(self, received_bytes: int) -> Halves:
+        """The bytes where received gradients of the stage's outputs need no memory of their own."""
         sizes = {name: 0 if name[0] == _RECEIVED else size for name, size in self.sizes.items()}
-        inputs = self.inputs.without(self.received_bytes)
-        return replace(self, inputs=inputs, received_bytes=0, sizes=sizes)
+        return replace(self, inputs=self.inputs.without(received_bytes), sizes=sizes)
 
     def weights(self, *, first: bool, own: bool = False) -> Bytes:
         """W at its fullest, at most, with what waited for it; a `first` one creates the gradients of
-        parameters, and with `own` boundary inputs are the user's, or in memory that is there anyway, and
-        stay.
+        parameters, and with `own` boundary inputs are in memory that is there anyway.
         """
         live = self.saved_bytes + (0 if own else self.kept_input_bytes)
         made = sum([each.made for each in self.layers])

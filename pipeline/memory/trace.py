@@ -1,8 +1,6 @@
 """What a profile of a layer says: the tensors at its two ends, and one run of it as a sequence of storages
-that appear and die.
-
-Numbers alone (peak, saved) cannot be added up over layers, because what a layer frees depends on what its
-neighbours hold. The sequence can, and it is the same for every micro-batch size.
+that appear and die. What a layer frees depends on what its neighbours hold, so sequences can be added up over
+layers and numbers cannot.
 """
 
 from __future__ import annotations
@@ -20,9 +18,8 @@ from torch import Tensor
 
 from ..stage.trees import Nested, Tree, take_apart
 
-# What crosses from one layer to the next. The profile, the memory model and the transports must agree on
-# which tensors travel: a tensor that stands twice in a tuple travels once, and integer tensors travel forward
-# but no gradient comes back for them.
+# What crosses from one layer to the next: a tensor that stands twice in a tuple travels once, and integer
+# tensors travel forward but no gradient comes back for them.
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The value that passes between two layers: a tensor, a tuple of tensors, or another pytree. ``nested``
-    is the pytree's structure, with its constants; the tensors are those that travel, each once.
-
-    ``same_as[i]`` is the first position that holds the same tensor as position i (AmoebaNet's stem passes one
-    tensor twice); it travels and is kept once.
+    """The value that passes between two layers: a tensor, a tuple of tensors, or another pytree, of which
+    ``nested`` is the structure with its constants. ``same_as[i]`` is the first position that holds the same
+    tensor as position i (AmoebaNet's stem passes one twice); it travels and is kept once.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -78,12 +73,8 @@ class Boundary:
         tensors, nested = _apart(value)
         first: dict[int, int] = {}
         same_as = tuple(first.setdefault(id(tensor), index) for index, tensor in enumerate(tensors))
-        return cls(
-            tuple(map(TensorSpec.of, tensors)),
-            same_as,
-            nested is None and not isinstance(value, Tensor),
-            nested,
-        )
+        is_tuple = nested is None and not isinstance(value, Tensor)
+        return cls(tuple(map(TensorSpec.of, tensors)), same_as, is_tuple, nested)
 
     def build(self, tensors: Sequence[Tensor]) -> Tree:
         """Builds the value that crosses the boundary from these tensors, one for each position."""
@@ -102,16 +93,12 @@ class Boundary:
 
     def join(self, other: Boundary) -> Boundary:
         """Both side by side, as a loss takes outputs and target."""
-        offset = len(self.tensors)
-        return Boundary(
-            self.tensors + other.tensors, self.same_as + tuple(offset + i for i in other.same_as), True
-        )
+        same_as = tuple(len(self.tensors) + i for i in other.same_as)
+        return Boundary(self.tensors + other.tensors, self.same_as + same_as, True)
 
 
 def as_tuple(value: Tree) -> tuple[Tensor, ...]:
-    """The tensors of a layer's value, one for each position of its boundary. Raises ValueError for what
-    cannot pass between layers.
-    """
+    """The tensors of a layer's value, by position. `ValueError` for what cannot pass between layers."""
     return _apart(value)[0]
 
 
@@ -139,9 +126,9 @@ def resized(boundary: Boundary, microbatch_size: int) -> Boundary:
 class Trace:
     """Storages of one run of a layer and the order in which they appear and die.
 
-    Events are ``+(s + 1)`` where storage s appears and ``-(s + 1)`` where it dies. The forward pass ends when
-    inputs and outputs are let go by the caller; the backward pass begins with the gradients of the outputs
-    and ends with those of the inputs alive.
+    Events are ``+(s + 1)`` where storage s appears and ``-(s + 1)`` where it dies. The forward ends when the
+    caller lets go of inputs and outputs; the backward begins with the gradients of the outputs and ends with
+    those of the inputs alive.
     """
 
     sizes: tuple[int, ...]  # bytes of each storage
@@ -186,13 +173,11 @@ class Trace:
         users = Counter(each.storage for each in given.values() if each is not None)
         segments: list[Segment] = []
         now, top = [0, 0, 0], [0, 0, 0]  # saved, gradients, other
-        live = peak = 0  # their sums
         for event in self.backward:
             storage, sign = abs(event) - 1, 1 if event > 0 else -1
             if storage in ends:
-                segments.append(Segment(top[0], top[1], top[2], now[0], now[1], now[2], storage, peak))
+                segments.append(Segment(tuple(top), tuple(now), storage))
                 now, top = [0, 0, 0], [0, 0, 0]
-                live = peak = 0
                 continue
             if storage in given:
                 real = given[storage]
@@ -201,15 +186,12 @@ class Trace:
                 users[real.storage] -= 1
                 if users[real.storage] == 0 and not real.is_held:
                     now[2] -= real.num_bytes
-                    live -= real.num_bytes
                 continue
             kind = 0 if storage in self.kept else 1 if storage in self.gradients else 2
-            change = sign * self.sizes[storage]
-            now[kind] += change
-            live += change
-            if live > peak:
-                peak, top = live, now.copy()
-        segments.append(Segment(top[0], top[1], top[2], now[0], now[1], now[2], None, peak))
+            now[kind] += sign * self.sizes[storage]
+            if sum(now) > sum(top):
+                top = now.copy()
+        segments.append(Segment(tuple(top), tuple(now), None))
         self._known[received] = tuple(segments)
         return self._known[received]
 
@@ -231,26 +213,22 @@ class Received(NamedTuple):
     is_held: bool  # the caller of autograd holds it until the end
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A part of a backward pass: changes in bytes from its begin to its fullest moment and to its end."""
+class Segment(NamedTuple):
+    """A part of a backward pass: changes in bytes from its begin on, of what the graph holds, of gradients of
+    parameters, and of everything else.
+    """
 
-    peak_saved: int
-    peak_gradients: int
-    peak_other: int
-    saved: int
-    gradients: int
-    other: int
+    peak: tuple[int, ...]  # to its fullest moment
+    end: tuple[int, ...]  # to its end
     released: int | None  # the storage let go at its end
-    peak: int  # the sum of the first three
 
 
 @dataclass(frozen=True, eq=False)
 class SplitTrace:
     """The two halves of a layer's backward; where it is ``whole`` I does all of it.
 
-    I is a trace like any other, but that some of what the graph holds, and some gradients, do not die in it:
-    they wait for W. Peaks of W are beyond what waits, and end with the gradients that it makes.
+    In I some of what the graph holds, and some gradients, do not die: they wait for W. Peaks of W are beyond
+    what waits, and end with the gradients that it makes.
     """
 
     whole: bool
@@ -301,8 +279,8 @@ class LayerProfile:
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers, with what a stage adds for batch normalization. One that a forward replaces
-        by another tensor counts twice: the engine looks at the old one when all layers are through.
+        """Bytes of the buffers. One that a forward replaces by another tensor counts twice: the engine looks
+        at the old one when all layers are through.
         """
         pairs = zip(self.buffer_roles, self.buffer_sizes, strict=False)
         return sum(self.buffer_sizes) + sum(size for role, size in pairs if role is BufferRole.REPLACED)

@@ -1,12 +1,9 @@
 """Counting the bytes of live storages, the same way on real, fake and meta tensors.
 
-Neither `sum(t.nbytes for t in saved)` nor an allocator's statistics answer "what does this stage keep": the
-first counts views, in-place results and tensors saved twice more than once, the second exists on GPUs only.
-Here a dispatch mode sees the result of every operation and counts each *storage* once, from the operation
-that made it until its last reference dies (storages keep their Python object, so a weak reference tells).
-
-What it does not see: workspaces that a kernel allocates and frees inside one operation, allocator rounding
-and fragmentation. On a GPU its allocator (`devices.peak_bytes`) is the check for those.
+A dispatch mode sees the result of every operation and counts each *storage* once, from the operation that
+made it until its last reference dies (storages keep their Python object, so a weak reference tells). It does
+not see workspaces that a kernel allocates and frees inside one operation, allocator rounding and
+fragmentation: on a GPU its allocator (`devices.peak_bytes`) is the check for those.
 
 A layer by itself is run once, watched, with references as scarce as in a stage (`LayerRun`): its inputs are
 outputs of the layer before, which takes their gradients and lets them go, and its outputs are held by what
@@ -26,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..stage.buffers import State, Statistics
 from ..stage.split_backward import Split
@@ -33,9 +31,8 @@ from .trace import Boundary, BufferRole, SplitTrace, Trace, as_tuple, rise
 
 
 class StorageWatch(TorchDispatchMode):
-    """Calls `allocated` and `freed` once for each storage that operations under this mode create.
-
-    Storages that existed before are ignored, views of them included, unless `watch` names them.
+    """Calls `allocated` and `freed` once for each storage that operations under this mode create, and those
+    that `watch` names. Other storages that existed before are ignored, views of them included.
     """
 
     def __init__(self) -> None:
@@ -113,17 +110,7 @@ def on_this_rank(tensor: Tensor) -> Tensor:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        return [value] if isinstance(value, Tensor) else []
-    found: list[Tensor] = []
-    for each in value:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, (tuple, list, dict)):
-            found += tensors_in(each)
-    return found
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 class LiveMemory(StorageWatch):
@@ -198,13 +185,8 @@ class EventLog(StorageWatch):
 
 
 class LayerRun:
-    """Takes a layer forward and backward, once, its inputs and outputs let go of as in a stage.
-
-    Args:
-        layer: of fake tensors.
-        inputs: what it takes.
-        unused: positions of outputs that nothing after it differentiates.
-        precision: is entered around the forward.
+    """Takes a layer of fake tensors forward and backward, once, its inputs and outputs let go of as in a
+    stage; `LayerProfile` says what the arguments are. ``precision`` is entered around the forward.
 
     Afterwards ``outputs`` is what the layer gives, ``overwritten`` are positions of the inputs that it
     changes, and ``moved`` the buffers that it does, by their names.
@@ -225,7 +207,6 @@ class LayerRun:
         self._delivered: dict[int, Tensor] = {}  # gradients of the inputs
         self._sent_back: list[int | None] = []
         self._kept: frozenset[int] = frozenset()
-        self._hidden: int | None = None
         self.overwritten: frozenset[int] = frozenset()
         self.moved: dict[str, BufferRole] = {}
 
@@ -236,15 +217,12 @@ class LayerRun:
             if root is not None and root.requires_grad:
                 root.backward(self._seed)
             del root
-            backward = self._events()
+            backward = tuple(log.events)
             gradients = {log.serial_of(p.grad) for p in self._layer.parameters() if p.grad is not None}
         return self._trace(backward, gradients)
 
     def halves(self, whole: Trace) -> SplitTrace:
-        """Traces the layer with I and W instead of a backward; ``whole`` is the trace of the whole backward.
-
-        The graph is split as a stage does it.
-        """
+        """Traces the layer with I and W instead of a backward, of which ``whole`` is the trace."""
         with self._log as log:
             root = self._forward()
             if root is None or not root.requires_grad:
@@ -257,7 +235,7 @@ class LayerRun:
             exits: list[Tensor | None] = [None] * len(self._inputs.tensors)
             weights = split.inputs(edges, (self._seed,), exits)
             del split, edges
-            backward = self._events()
+            backward = tuple(log.events)
             self._delivered.update((i, gradient) for i, gradient in enumerate(exits) if gradient is not None)
             trace = self._trace(backward, set())
             self._delivered.clear()
@@ -295,13 +273,7 @@ class LayerRun:
         }
         with self._precision:
             result = self._layer(inputs.build(values))
-        self.overwritten = frozenset(
-            [
-                position
-                for position, (value, version) in enumerate(zip(values, versions, strict=True))
-                if value._version != version and inputs.same_as[position] == position
-            ]
-        )
+        self.overwritten = frozenset([i for i in inputs.distinct if values[i]._version != versions[i]])
         self.moved = _moved(buffers)
         del buffers
         self._forward_events = tuple(log.events)
@@ -312,19 +284,13 @@ class LayerRun:
             # The graph of an output that nothing differentiates goes with the output, and its backward never
             # runs.
             given = [t.detach() if i in self._unused else t for i, t in enumerate(as_tuple(result))]
-            root = _Tail.apply(log, self._sent_back, *given)
+            root = _Tail.apply(log, self._sent_back, self._seed, *given)
             del given
-        self._hidden = log.serial_of(root) if root is not None else None
         del result, values
         if root is not None:
-            self._kept = frozenset(log.alive - {self._hidden})
+            self._kept = frozenset(log.alive)
         log.events.clear()
         return root
-
-    def _events(self) -> tuple[int, ...]:
-        """Returns the events since the forward."""
-        hidden = self._hidden
-        return tuple([event for event in self._log.events if hidden is None or abs(event) != hidden + 1])
 
     def _trace(self, backward: tuple[int, ...], gradients: set[int | None]) -> Trace:
         """The trace with such a backward, which made ``gradients`` of parameters."""
@@ -337,23 +303,20 @@ class LayerRun:
             gradients=frozenset(serial for serial in gradients if serial is not None),
             output_gradients=tuple(self._sent_back) or (None,) * len(self._output_storages),
             input_gradients=tuple(
-                log.serial_of(delivered[first]) if first == position and first in delivered else None
-                for position, first in enumerate(inputs.same_as)
+                log.serial_of(delivered[i]) if i in delivered else None for i in range(len(inputs.tensors))
             ),
             forward=self._forward_events,
             backward=backward if torch.is_grad_enabled() else (),
             without_gradient=frozenset(
-                position
-                for position, first in enumerate(inputs.same_as)
-                if inputs.tensors[position].requires_grad and first not in delivered
+                i
+                for i, first in enumerate(inputs.same_as)
+                if inputs.tensors[i].requires_grad and first not in delivered
             ),
         )
 
 
 def _serials(log: EventLog, tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Numbers of the tensors' storages; one that the run did not make (a parameter) is new but costs nothing
-    here: it is counted where it belongs.
-    """
+    """Numbers of the tensors' storages; one that the run did not make (a parameter) costs nothing here."""
     tensors, made = tuple(tensors), len(log.sizes)
     log.watch(tensors)
     log.sizes[made:] = [0] * (len(log.sizes) - made)
@@ -378,11 +341,13 @@ class _Tail(torch.autograd.Function):
     """Stands for all that follows the layer: keeps nothing, sends fresh gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, log: EventLog, sent_back: list[int | None], *outputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, log: EventLog, sent_back: list[int | None], root: Tensor, *outputs: Tensor
+    ) -> Tensor:
         ctx.log, ctx.sent_back = log, sent_back
         ctx.specs = [(t.shape, t.dtype) if t.requires_grad else None for t in outputs]
         ctx.same_as = Boundary.of(outputs).same_as
-        return torch.empty(())
+        return root.detach()  # a storage that is not watched
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -391,7 +356,7 @@ class _Tail(torch.autograd.Function):
             for index, (spec, first) in enumerate(zip(ctx.specs, ctx.same_as, strict=True))
         ]
         ctx.sent_back.extend(None if each is None else ctx.log.serial_of(each) for each in gradients)
-        return None, None, *gradients
+        return None, None, None, *gradients
 
 
 _SOURCE: type = _Source._backward_cls  # of the nodes with which the layer's inputs enter its graph
@@ -400,8 +365,7 @@ _SOURCE: type = _Source._backward_cls  # of the nodes with which the layer's inp
 def _moved(buffers: Mapping[tuple[str, str], tuple[nn.Module, State]]) -> dict[str, BufferRole]:
     """The buffers that a forward has changed, of those by path and name, with what a recomputation copies.
 
-    A forward may put another tensor under a buffer's name, which takes the place of the one before, so that a
-    step holds one of them; in a profile the new one would count as kept by the graph. So one that was
+    A tensor that a forward puts under a buffer's name would count as kept by the graph. So a buffer that was
     replaced by another of its size is put back; a table that was made or has grown stays.
     """
     moved = {}
@@ -425,11 +389,7 @@ def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[Buf
         names.setdefault(id(buffer), []).append(name)
     found = []
     for mine in names.values():
-        paths = {name.rpartition(".")[0] for name in mine}
-        if paths <= left:
-            found.append(BufferRole.STATISTICS)
-        elif changes := [moved[name] for name in mine if name in moved]:
-            found.append(changes[0])
-        else:
-            found.append(BufferRole.STILL)
+        role = next((moved[name] for name in mine if name in moved), BufferRole.STILL)
+        is_left = {name.rpartition(".")[0] for name in mine} <= left
+        found.append(BufferRole.STATISTICS if is_left else role)
     return tuple(found)

@@ -2,20 +2,16 @@
 
 Where each worker is a process of its own, messages take memory by the rules that the engine goes by:
 
-    received    buffers of the rings of `plan.edges`: their bytes are counted at every moment, an upper
-                estimate, and no input or gradient that a stage works on adds to them
+    received    buffers of the rings of `plan.edges`, counted with their receiver at every moment, an upper
+                estimate; no input or gradient that a stage works on adds to them
     sent        outputs and gradients until their sender has waited for them: the latest of each way
                 between two workers, or all of a step's where they are small; an output counts twice
                 while the sender's graph holds it, too, so without recomputation that is an upper estimate
 
-Counted is what a worker's device holds. Between CPUs of one host the buffers lie in memory that two processes
-map. They are counted with the receiving worker, which made them, and with no other.
-
-Profiles are of layers by themselves, so each counts a weight that several layers share as its own. There is
-one weight, one state of the optimizer, and when the optimizer steps one gradient; in a step a gradient of
-each use is counted, which is more than there is. Workers in processes of their own have a weight
-each, and for a moment at the end of a step one gradient more: the sum that another owner has sent
-(`mesh.gradients`).
+Of a weight that several layers of a worker share there is one, with one state of the optimizer and, when that
+steps, one gradient; in a step a gradient of each use is counted, which is more than there is. Workers in
+processes of their own have a weight each, and for a moment at the end of a step one gradient more: the sum
+that another owner has sent (`mesh.gradients`).
 
 The peak of a stage is no sum over its layers, so a cut whose fullest stage is smallest, or fits at all, is
 searched over the modelled peaks of all stages that could occur (`StagePeaks`).
@@ -31,7 +27,7 @@ from itertools import chain
 from torch import nn
 
 from ..plan.edges import is_one_too_many, rings_of
-from ..plan.partition import Partition, can_partition_by, partition_by
+from ..plan.partition import Partition, fills, partition_by
 from ..plan.schedule import Action, Kind, Schedule, derived
 from ..plan.walk import execution_order
 from .peaks import NOWHERE, Moment, Optimizer, Place, Placed, StageMemory, Step, Worker, row_moments, steps
@@ -41,19 +37,13 @@ from .trace import LayerProfile
 
 @dataclass(frozen=True)
 class Transport:
-    """Messages between workers in processes of their own.
+    """Messages between workers in processes of their own."""
 
-    Args:
-        accelerated: whether from device to device, as over NCCL; between hosts' memories otherwise.
-    """
-
-    accelerated: bool = False
+    accelerated: bool = False  # whether from device to device, as over NCCL, or between hosts' memories
 
 
 Ahead = int | Transport | None
-"""How messages are counted: with a number of receives posted ahead, whichever transport there is; with those
-that the transport posts, and what it has sent; or as in one process, where each waits from when it is sent.
-"""
+"""How messages are counted (`peak_bytes`)."""
 
 
 def pipeline_memory(
@@ -70,41 +60,30 @@ def pipeline_memory(
     `peak_bytes`.
 
     ``ties`` are weights that several layers use (`shared_weights`); without them each counts as the layer's
-    own. Over processes their gradients are summed when the last backward is over.
-    ``receive_ahead`` is a `Transport` over processes and None in one. There gpipe and naive use every message
-    as it comes, as 0 has it; under 1f1b one may wait, and the peak is between that for 0 and that for 1.
+    own. In one process gpipe and naive use every message as it comes, as ``receive_ahead=0`` has it; under
+    1f1b one may wait, and the peak is between that for 0 and that for 1.
     """
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
-    found = _counted_once(bytes_of_stages(layers, loss, stages), stages, schedule, ties)
-    if isinstance(receive_ahead, int) and not schedule.placement:  # ten times as fast
-        memory = tuple(
-            stage_memory(stage, row, optimizer, is_first=index == 0, receive_ahead=receive_ahead)
-            for index, (stage, row) in enumerate(zip(found, schedule.actions, strict=True))
-        )
-    else:
-        memory = memories(found, schedule, optimizer, receive_ahead)
-    if not receive_ahead or not ties:
-        return memory
-    return _with_sums(memory, found, stages, schedule, optimizer, receive_ahead, ties)
+    found, sent_bytes = _counted_once(bytes_of_stages(layers, loss, stages), stages, schedule, ties)
+    memory = [*memories(found, schedule, optimizer, receive_ahead)]
+    # The weights are summed one after another, after all backwards.
+    for number in [worker for worker, size in enumerate(sent_bytes) if size] if receive_ahead else ():
+        worker = workers_of(found, schedule, optimizer, receive_ahead)[number]
+        summed = sum(found[stage].summed_gradient_bytes for stage in schedule.stages_of(number))
+        sums = summing(worker, summed, sent_bytes[number])
+        memory[number] = max(memory[number], sums, key=lambda each: each.peak)
+    return tuple(memory)
 
 
 def bytes_of_stages(
     layers: Sequence[LayerProfile], loss: LayerProfile, stages: Sequence[range]
 ) -> tuple[StageBytes, ...]:
-    """Returns the bytes of a micro-batch on each stage where ``layers`` are cut into ``stages``; equal stages
-    are computed once.
-    """
-    last = len(stages) - 1
-    known: dict[tuple[int, ...], StageBytes] = {}
-    found = []
-    for index, stage in enumerate(stages):
-        parts = [layers[layer] for layer in stage]
-        key = (*map(id, parts), index == last)
-        if key not in known:
-            known[key] = stage_bytes(parts, loss if index == last else None)
-        found.append(known[key])
-    return tuple(found)
+    """The bytes of a micro-batch on each stage where ``layers`` are cut into ``stages``."""
+    ends = [*[None] * (len(stages) - 1), loss]
+    return tuple(
+        stage_bytes([layers[layer] for layer in stage], end) for stage, end in zip(stages, ends, strict=True)
+    )
 
 
 def peak_bytes(
@@ -122,10 +101,9 @@ def peak_bytes(
         schedule: any that `validate` accepts; its ``remat`` counts.
         optimizer: "sgd", "rmsprop" or "adam".
         receive_ahead: a `Transport`, where each worker is a process of its own: the buffers of its rings and
-            what it has sent are counted, as the engine has them. None: messages wait from the moment that
-            they are sent, the workers taking turns as in one process. A number, such as 1, of messages of
-            each direction for which a stage has receives posted beyond the one in use: for what is asked of
-            no transport in particular.
+            what it has sent are counted. None: messages wait from the moment that they are sent, as in one
+            process. A number of messages of each direction for which a stage has receives posted beyond the
+            one in use: for no transport in particular.
 
     Raises:
         ValueError: an unknown optimizer, another number of stages than the schedule's, or I and W for stages
@@ -213,25 +191,11 @@ def stage_memory(
     receive_ahead: int = 0,
 ) -> StageMemory:
     """The fullest moment of one stage that executes ``actions``, alone on its worker."""
-    count = sum([action.kind is Kind.F for action in actions])
     found = steps(actions, receive_ahead)
-    return fullest_moment(stage, found, count, optimizer, is_first=is_first, receive_ahead=receive_ahead)
-
-
-def fullest_moment(
-    stage: StageBytes,
-    found: Sequence[Step],
-    num_microbatches: int,
-    optimizer: str = "rmsprop",
-    *,
-    is_first: bool,
-    receive_ahead: int = 0,
-) -> StageMemory:
-    """Same as `stage_memory`, from the `peaks.steps` of the actions, which stages of one schedule share."""
     placed = Placed(
         stage,
         Optimizer.named(optimizer),
-        num_microbatches,
+        sum([action.kind is Kind.F for action in actions]),
         is_first=is_first,
         recomputes=any(step.recomputed for step in found),
         stays=receive_ahead > 0,
@@ -260,7 +224,7 @@ def places(stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahea
         inputs, gradients = comes
         if not inputs and index and not any(action.kind is Kind.R for action in schedule.row(index - 1)):
             # The stage before may have the input in its graph, which outlives this one's.
-            inputs = stages[index - 1].messages.of_graph_bytes == stage.input_bytes > 0
+            inputs = stages[index - 1].of_graph_bytes == stage.input_bytes > 0
         found.append(Place(inputs, gradients, num_bytes))
     return found
 
@@ -277,7 +241,7 @@ def _with_sent(found: Iterable[Moment], stages: Sequence[StageBytes], schedule: 
         yield moment._replace(sent_bytes=held_bytes[worker])
         if target is None or schedule.worker(target) == worker:
             continue
-        back, mine = action.kind is not Kind.F, stages[action.stage].messages
+        back, mine = action.kind is not Kind.F, stages[action.stage]
         size = stages[target].output_gradient_bytes if back else stages[target].input_bytes
         way = ways.setdefault((worker, schedule.worker(target), back), deque())
         way.append((size, mine.sent_back_bytes if back else mine.sent_bytes))
@@ -291,17 +255,11 @@ def _with_sent(found: Iterable[Moment], stages: Sequence[StageBytes], schedule: 
 
 @dataclass(frozen=True)
 class SharedWeight:
-    """A parameter that several layers use, by their indices.
-
-    Args:
-        num_bytes: its size
-        trained: whether it gets a gradient
-        layers: those that use it, the first one first
-    """
+    """A parameter that several layers use."""
 
     num_bytes: int
-    trained: bool
-    layers: tuple[int, ...]
+    trained: bool  # whether it gets a gradient
+    layers: tuple[int, ...]  # indices of those that use it, the first one first
 
 
 def shared_weights(layers: Sequence[nn.Module]) -> tuple[SharedWeight, ...]:
@@ -322,18 +280,21 @@ def _counted_once(
     spans: Sequence[range],
     schedule: Schedule,
     weights: Sequence[SharedWeight],
-) -> tuple[StageBytes, ...]:
-    """Stages with these layers, without what a worker has already with an earlier layer."""
-    found = list(stages)
-    stage_of = {layer: stage for stage, span in enumerate(spans) for layer in span}
+) -> tuple[list[StageBytes], list[int]]:
+    """Stages with these layers, without what a worker has already with an earlier layer; and by worker, the
+    bytes of the largest gradient that another owner of a weight sends it.
+    """
+    found, sent_bytes = list(stages), [0] * schedule.num_workers
     for weight in weights:
-        seen: set[int] = set()
-        for stage in [stage_of[layer] for layer in weight.layers]:
+        owners = set[int]()
+        for stage in [next(i for i, span in enumerate(spans) if layer in span) for layer in weight.layers]:
             worker = schedule.worker(stage)
-            if worker in seen:
+            if worker in owners:
                 found[stage] = without(found[stage], weight.num_bytes, weight.trained)
-            seen.add(worker)
-    return tuple(found)
+            owners.add(worker)
+        for worker in owners if weight.trained and len(owners) > 1 else ():
+            sent_bytes[worker] = max(sent_bytes[worker], weight.num_bytes)
+    return found, sent_bytes
 
 
 def without(stage: StageBytes, num_bytes: int, trained: bool) -> StageBytes:
@@ -347,35 +308,6 @@ def without(stage: StageBytes, num_bytes: int, trained: bool) -> StageBytes:
         trained_sizes=tuple(sizes),
         summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes * trained,
     )
-
-
-def _with_sums(
-    found: Sequence[StageMemory],
-    stages: Sequence[StageBytes],
-    spans: Sequence[range],
-    schedule: Schedule,
-    optimizer: str,
-    receive_ahead: Ahead,
-    weights: Sequence[SharedWeight],
-) -> tuple[StageMemory, ...]:
-    """The fullest moments of workers in processes of their own, which ``found`` says without the sums.
-
-    ``stages`` are `_counted_once`. The weights are summed one after another, when all gradients are there.
-    """
-    stage_of = {layer: stage for stage, span in enumerate(spans) for layer in span}
-    received = [0] * schedule.num_workers
-    for weight in weights:
-        owners = {schedule.worker(stage_of[layer]) for layer in weight.layers}
-        for worker in owners if weight.trained and len(owners) > 1 else ():
-            received[worker] = max(received[worker], weight.num_bytes)
-    most = list(found)
-    resting = workers_of(stages, schedule, optimizer, receive_ahead)
-    for number, num_bytes in enumerate(received):
-        if num_bytes:
-            summed = sum(stages[stage].summed_gradient_bytes for stage in schedule.stages_of(number))
-            sums = summing(resting[number], summed, num_bytes)
-            most[number] = max(most[number], sums, key=lambda each: each.peak)
-    return tuple(most)
 
 
 def summing(worker: Worker, summed_bytes: int, received_bytes: int) -> StageMemory:
@@ -416,45 +348,20 @@ class StagePeaks:
             raise ValueError("a model without layers cannot be cut into stages")
         self.layers, self.loss, self.schedule, self.optimizer = tuple(layers), loss, schedule, optimizer
         self._steps, self._receive_ahead = _common_steps(schedule, receive_ahead), receive_ahead
-        self._num_microbatches = sum(action.kind is Kind.F for action in schedule.actions[0])
-        # Stages with the same sequence of layers share a content number, keyed by the number of the sequence
-        # without its last layer, and that layer.
-        self._contents: dict[tuple[int, int], int] = {}
-        self._latest = (-1, -1, -1)  # start, stop and content asked for last
-        self._stages: dict[tuple[int, bool], StageBytes] = {}
-        self._peaks: dict[tuple[int, bool, bool], int] = {}
+        self._peaks: dict[tuple[int, ...], int] = {}
 
     def memory(self, start: int, stop: int) -> StageMemory:
         """The stage of layers start..stop - 1 at its fullest."""
-        is_last = stop == len(self.layers)
-        key = (self._content(start, stop), is_last)
-        if key not in self._stages:
-            self._stages[key] = stage_bytes(self.layers[start:stop], self.loss if is_last else None)
-        return fullest_moment(
-            self._stages[key],
-            self._steps,
-            self._num_microbatches,
-            self.optimizer,
-            is_first=start == 0,
-            receive_ahead=self._receive_ahead,
-        )
+        stage = stage_bytes(self.layers[start:stop], self.loss if stop == len(self.layers) else None)
+        row, ahead = self.schedule.actions[0], self._receive_ahead
+        return stage_memory(stage, row, self.optimizer, is_first=start == 0, receive_ahead=ahead)
 
     def peak(self, start: int, stop: int) -> int:
         """Bytes of that stage. Equal layers in a row are looked at once, wherever they stand."""
-        key = (self._content(start, stop), start == 0, stop == len(self.layers))
-        peak = self._peaks.get(key)
-        if peak is None:
-            peak = self._peaks[key] = self.memory(start, stop).peak
-        return peak
-
-    def _content(self, start: int, stop: int) -> int:
-        first, last, content = self._latest
-        if first != start or last > stop:
-            last, content = start, -1
-        for layer in self.layers[last:stop]:
-            content = self._contents.setdefault((content, id(layer)), len(self._contents))
-        self._latest = (start, stop, content)
-        return content
+        key = (start == 0, stop == len(self.layers), *map(id, self.layers[start:stop]))
+        if key not in self._peaks:
+            self._peaks[key] = self.memory(start, stop).peak
+        return self._peaks[key]
 
     def floor(self) -> list[int]:
         """Bytes that each layer adds to any stage, whatever stands beside it."""
@@ -480,7 +387,7 @@ class StagePeaks:
         )
 
     def fits(self, cap_bytes: int) -> bool:
-        """Whether `partition` finds a split under the cap, without looking for the best one."""
-        return can_partition_by(
-            self.peak, len(self.layers), self.schedule.num_stages, cap=cap_bytes, floor=self.floor()
-        )
+        """Whether `partition` finds a split under the cap."""
+        num_stages, floor = self.schedule.num_stages, self.floor()
+        filled = fills(self.peak, num_stages, cap=cap_bytes, floor=floor)
+        return filled or self.partition(cap_bytes) is not None

@@ -1,13 +1,10 @@
 """Edges: what stages send each other, and the buffers that workers receive it in, derived from the schedule.
 
-An edge leads from one stage to the next; activations go along it and gradients back, one message each for a
-micro-batch. Edges within a worker need no buffers.
-
-A receive that is posted only when its tensor is needed puts the whole transfer on the critical path, and
-posting everything at once would need a buffer for every micro-batch. So each direction of an edge has a ring
-of buffers: the first receives are posted when the step begins, each further one when a buffer becomes free.
-Where messages are small, all are posted at once. 1F1B, stage 1 of 3, M = 5, activations, with as many buffers
-as the stage before has micro-batches in flight (3):
+Activations go along an edge and gradients back, one message each for a micro-batch. A receive that is posted
+only when its tensor is needed puts the whole transfer on the critical path, and posting everything at once
+would need a buffer for every micro-batch. So each direction of an edge between workers has a ring of buffers:
+the first receives are posted when the step begins, each further one when a buffer becomes free.
+1F1B, stage 1 of 3, M = 5, activations, with as many buffers as the stage before has micro-batches in flight:
 
     begin: post 0, 1, 2      after B0: post 3 (buffer of 0)      after B1: post 4 (buffer of 1)
 
@@ -33,7 +30,7 @@ needed those before it. Only the standard library is imported.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -67,18 +64,20 @@ Rounds = dict[Action, int]
 
 
 class Ring(NamedTuple):
-    """The receives of one direction of an edge.
-
-    `order` lists the micro-batches as they are needed, `slot[m]` is the buffer of micro-batch m, `initial`
-    are posted when the step begins and `following[m]` when the buffer of m is free again (None: nothing is
-    left to post).
+    """The receives of one direction of an edge: of the micro-batches `initial` they are posted when the step
+    begins, of `following[m]` when the buffer of m is free again (None: nothing is left to post).
     """
 
     num_slots: int
-    order: tuple[int, ...]
-    slot: tuple[int, ...]
     initial: tuple[int, ...]
     following: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, order: Sequence[int], ends: Sequence[int], num_slots: int) -> Ring:
+        """The ring for micro-batches that are needed in that order and are done with in the order `ends`."""
+        after = dict(zip(ends, order[num_slots:], strict=False))
+        following = tuple([after.get(microbatch) for microbatch in range(len(order))])
+        return cls(min(num_slots, len(order)), tuple(order[:num_slots]), following)
 
 
 class Rings(NamedTuple):
@@ -102,10 +101,8 @@ class Rings(NamedTuple):
 
 
 def is_one_too_many(number: int, oldest_bytes: int, small_bytes: int = SMALL_BYTES) -> bool:
-    """Whether a sender waits for the oldest of so many messages before it goes on, and lets go of it.
-
-    What is sent stays where it was made until then: the latest messages of each direction, and of small ones
-    all of a step.
+    """Whether a sender waits for the oldest of so many messages before it goes on, and lets go of it: it
+    holds the latest of each direction, and of small ones all of a step.
     """
     return number > SENDS_ON_THE_WAY and number * oldest_bytes > small_bytes
 
@@ -113,22 +110,6 @@ def is_one_too_many(number: int, oldest_bytes: int, small_bytes: int = SMALL_BYT
 def chain(num_stages: int) -> tuple[Edge, ...]:
     """The edges from each stage to the next."""
     return tuple([Edge(stage, stage, stage + 1) for stage in range(num_stages - 1)])
-
-
-def messages_of(schedule: Schedule, edge: Edge, *, back: bool) -> tuple[Transfer, ...]:
-    """Every message of one direction of an edge in a step, in the order in which its receiver needs them."""
-    source, target = (edge.target, edge.source) if back else edge[1:]
-    kinds = (Kind.B, Kind.I) if back else (Kind.F,)
-    made = {}
-    if back:
-        made = {action.microbatch: action for action in schedule.row(source) if action.kind in kinds}
-    return tuple(
-        [
-            Transfer(made[action.microbatch] if back else Action(source, Kind.F, action.microbatch), action)
-            for action in schedule.row(target)
-            if action.kind in kinds
-        ]
-    )
 
 
 def turns(schedule: Schedule, worker: int, source: int, *, back: bool) -> tuple[tuple[int, int], ...]:
@@ -145,75 +126,58 @@ def rings_of(schedule: Schedule, accelerated: bool = False) -> dict[Direction, R
 
     `accelerated` says whether messages travel from device to device, where some rings need more buffers.
     """
-    edges = [
-        edge
-        for edge in chain(schedule.num_stages)
-        if schedule.worker(edge.source) != schedule.worker(edge.target)
-    ]
-    slots, rounds = _slots(schedule, accelerated)
-    ahead, forward_rounds = _forwards_ahead(schedule) if accelerated else ({}, {})
+    directions: dict[Direction, list[Transfer]] = {}
+    for message in [each for messages in channels(schedule).values() for each in messages]:
+        directions.setdefault(_direction(message), []).append(message)
+    makers = {message.source for messages in directions.values() for message in messages}
+    frees: dict[Action, list[Direction]] = defaultdict(list)
+    few_frees: dict[Action, list[Direction]] = defaultdict(list)
+    for (number, back), messages in directions.items():
+        for action in ends_of(schedule.row(number if back else number + 1)):
+            frees[action].append((number, back))
+        for message in messages:
+            few_frees[message.target].append((number, back))
+    slots, rounds = _grown(
+        schedule, tuple(Kind), {each: _as_a_rule(schedule, *each) for each in directions}, frees, accelerated
+    )
+    # In a pass of forwards alone a received tensor is copied out of its buffer when its action begins.
+    few, forward_rounds = dict.fromkeys(directions, FORWARDS_AHEAD), Rounds()
+    if accelerated:
+        few, forward_rounds = _grown(schedule, (Kind.F,), few, few_frees, True)
+    else:
+        rounds = {}
     found = {}
-    for edge in edges:
-        for back in (False, True):
-            stage = edge.source if back else edge.target
-            messages = messages_of(schedule, edge, back=back)
-            ends = [action.microbatch for action in ends_of(schedule.row(stage))]
-            order, tight = [message.target.microbatch for message in messages], slots[edge.number, back]
-            small = max(tight, schedule.in_flight(stage)) if back else tight
-            few = ahead.get((edge.number, False), FORWARDS_AHEAD)
-            forward = None if back else _ring(order, order, few)
-            rings = Rings(_ring(order, ends, tight), _ring(order, ends, small), forward=forward)
-            if accelerated:
-                rings = rings._replace(after=_after(schedule, messages, rounds))
-                if not back:
-                    after = _after(schedule, messages, forward_rounds)
-                    rings = rings._replace(after_forward=after)
-            found[edge.number, back] = rings
+    for (number, back), messages in directions.items():
+        row = schedule.row(number if back else number + 1)
+        order, ends = [m.target.microbatch for m in messages], [a.microbatch for a in ends_of(row)]
+        tight, after = slots[number, back], _after(schedule, messages, rounds, makers)
+        small = max(tight, schedule.in_flight(number)) if back else tight
+        rings = Rings(Ring.of(order, ends, tight), Ring.of(order, ends, small), after)
+        if not back:
+            after = _after(schedule, messages, forward_rounds, makers)
+            rings = rings._replace(forward=Ring.of(order, order, few[number, back]), after_forward=after)
+        found[number, back] = rings
     return found
+
+
+def _direction(message: Transfer) -> Direction:
+    back = message.target.kind is not Kind.F
+    return (message.target if back else message.source).stage, back
 
 
 @dataclass
 class _Queue:
-    """Messages from one worker to another whose receives are posted in one order, with their rings."""
+    """Messages from one worker to another whose receives are posted in one order."""
 
     source: int
-    target: int
-    messages: list[tuple[Direction, Transfer]]
+    messages: list[Transfer]
     unposted: int | None  # how many may be without a buffer when the sender goes on
     sent: int = 0
     posted: int = 0
 
 
-def _queues(schedule: Schedule, kinds: tuple[Kind, ...], *, strict: bool) -> list[_Queue]:
-    """All messages between workers that actions of these kinds make. A sender goes on when at most
-    `SENDS_ON_THE_WAY` are without a buffer; where it is `strict`, when none is. Forwards alone of several
-    stages for each worker hold up no other worker.
-    """
-    bounded = SENDS_ON_THE_WAY if len(kinds) > 1 or not schedule.placement else None
-    found = []
-    for (source, target, back), messages in channels(schedule).items():
-        keyed = [((m.target.stage if back else m.source.stage, back), m) for m in messages]
-        found.append(_Queue(source, target, keyed, 0 if strict else bounded))
-    return [queue for queue in found if queue.messages[0][1].target.kind in kinds]
-
-
-def _slots(schedule: Schedule, accelerated: bool) -> tuple[dict[Direction, int], Rounds]:
-    """The buffers of every ring: what suffices as a rule, and more where the schedule would stop for good;
-    and the round of each action.
-    """
-    edges = chain(schedule.num_stages)
-    slots = {key: number for edge in edges for key, number in _as_a_rule(schedule, edge)}
-    ends = {stage: ends_of(schedule.row(stage)) for stage in range(schedule.num_stages)}
-    frees: dict[Action, list[Direction]] = {}
-    for edge in edges:
-        for back in (False, True):
-            for action in ends[edge.source if back else edge.target]:
-                frees.setdefault(action, []).append((edge.number, back))
-    return _grown(schedule, tuple(Kind), slots, frees, strict=accelerated)
-
-
-def _as_a_rule(schedule: Schedule, edge: Edge) -> list[tuple[Direction, int]]:
-    """The buffers of both directions of an edge.
+def _as_a_rule(schedule: Schedule, number: int, back: bool) -> int:
+    """The buffers of one direction of an edge.
 
     For activations, as many as the source has micro-batches in flight, so that it never computes an output
     that has no place to go, or as the target has, if it keeps them longer: a buffer is the kept input of its
@@ -222,26 +186,11 @@ def _as_a_rule(schedule: Schedule, edge: Edge) -> list[tuple[Direction, int]]:
     until its sender, which is computing, looks again. For gradients, one where a recomputation before every
     backward (but that of the last micro-batch) hides the transfer, two where nothing does.
     """
-    halved = [any(action.kind is Kind.W for action in schedule.row(stage)) for stage in edge[1:]]
-    in_flight = [schedule.in_flight(stage) for stage in edge[1:]]
-    hidden = remat_of(schedule.remat, edge.source) in ("always", "except_last")
-    return [
-        ((edge.number, False), max(in_flight[0], in_flight[1] + halved[1])),
-        ((edge.number, True), in_flight[0] if halved[0] else min(1 if hidden else 2, in_flight[0])),
-    ]
-
-
-def _forwards_ahead(schedule: Schedule) -> tuple[dict[Direction, int], Rounds]:
-    """Returns the buffers and rounds of a pass of forwards alone between accelerators. In such a pass a
-    received tensor is copied out of its buffer when its action begins.
-    """
-    frees: dict[Action, list[Direction]] = {}
-    slots: dict[Direction, int] = {}
-    for edge in chain(schedule.num_stages):
-        slots[edge.number, False] = FORWARDS_AHEAD
-        for message in messages_of(schedule, edge, back=False):
-            frees.setdefault(message.target, []).append((edge.number, False))
-    return _grown(schedule, (Kind.F,), slots, frees, strict=True)
+    source, target = schedule.in_flight(number), schedule.in_flight(number + 1)
+    is_halved = any(action.kind is Kind.W for action in schedule.row(number if back else number + 1))
+    if not back:
+        return max(source, target + is_halved)
+    return source if is_halved else min(2 if remat_of(schedule.remat, number) == "never" else 1, source)
 
 
 def _grown(
@@ -249,15 +198,25 @@ def _grown(
     kinds: tuple[Kind, ...],
     slots: dict[Direction, int],
     frees: dict[Action, list[Direction]],
-    *,
     strict: bool,
 ) -> tuple[dict[Direction, int], Rounds]:
     """The buffers with which the actions of these kinds come to an end, and their rounds. With a buffer for
     each micro-batch they do, unless their rows wait for each other.
+
+    A sender goes on when at most `SENDS_ON_THE_WAY` of its messages are without a buffer; where it is
+    `strict`, when none is. Forwards alone of several stages for each worker hold up no other worker.
     """
+    unposted = 0 if strict else None
+    if not strict and (len(kinds) > 1 or not schedule.placement):
+        unposted = SENDS_ON_THE_WAY
     while True:
         walk = Walk(schedule, kinds)
-        rounds = _run(walk, _queues(schedule, kinds, strict=strict), slots, frees)
+        queues = [
+            _Queue(source, messages, unposted)
+            for (source, _, _), messages in channels(schedule).items()
+            if messages[0].target.kind in kinds
+        ]
+        rounds = _run(walk, queues, slots, frees)
         if rounds is not None:
             return slots, rounds
         if min(slots.values(), default=schedule.num_microbatches) >= schedule.num_microbatches:
@@ -276,7 +235,7 @@ def _run(
     by_sender: dict[int, list[_Queue]] = {}
     for queue in queues:
         by_sender.setdefault(queue.source, []).append(queue)
-        for index, (_, message) in enumerate(queue.messages):
+        for index, message in enumerate(queue.messages):
             leaving.setdefault(message.source, []).append(queue)
             arriving.setdefault(message.target, []).append((queue, index))
     used: Counter[Direction] = Counter()
@@ -296,7 +255,7 @@ def _run(
     while any(walk.next):
         for queue in queues:
             while queue.posted < len(queue.messages):
-                key = queue.messages[queue.posted][0]
+                key = _direction(queue.messages[queue.posted])
                 if used[key] >= slots[key]:
                     break
                 used[key] += 1
@@ -315,37 +274,18 @@ def _run(
     return rounds
 
 
-def _after(schedule: Schedule, messages: Sequence[Transfer], rounds: Rounds) -> tuple[int, ...]:
-    """Returns, by micro-batch, the number of calls that the receiver has made after its actions of the rounds
-    before the message's round.
+def _after(
+    schedule: Schedule, messages: Sequence[Transfer], rounds: Rounds, makers: set[Action]
+) -> tuple[int, ...]:
+    """By micro-batch, the number of calls that the receiver has made after its actions of the rounds before
+    the message's round; nothing without rounds. `makers` are all actions that send a message.
     """
-    worker = schedule.worker(messages[0].target.stage)
-    row = [action for action in schedule.actions[worker] if action in rounds]
-    ends = set(ends_of(tuple(row))) if len(row) == len(schedule.actions[worker]) else set()
-    calls = [0, *accumulate((action in ends) + _leaves(schedule, action) for action in row)]
+    if not rounds:
+        return ()
+    whole = schedule.actions[schedule.worker(messages[0].target.stage)]
+    row = [action for action in whole if action in rounds]
+    ends = set(ends_of(whole)) if len(row) == len(whole) else set()
+    calls = [0, *accumulate((action in ends) + (action in makers) for action in row)]
     own = [rounds[action] for action in row]
-    after = [0] * len(messages)
-    for message in messages:
-        after[message.target.microbatch] = calls[bisect_left(own, rounds[message.source])]
-    return tuple(after)
-
-
-def _leaves(schedule: Schedule, action: Action) -> bool:
-    """Whether what the action makes goes to another worker along the chain."""
-    target = schedule.receiver(action)
-    return target is not None and schedule.worker(target) != schedule.worker(action.stage)
-
-
-def _ring(order: Sequence[int], ends: Sequence[int], num_slots: int) -> Ring:
-    num_slots = min(num_slots, len(order))
-    waiting = deque(order)
-    slot = [0] * len(order)
-    following: list[int | None] = [None] * len(order)
-    initial = [waiting.popleft() for _ in range(num_slots)]
-    for position, microbatch in enumerate(initial):
-        slot[microbatch] = position
-    for microbatch in ends:
-        if waiting:
-            following[microbatch] = now = waiting.popleft()
-            slot[now] = slot[microbatch]
-    return Ring(num_slots, tuple(order), tuple(slot), tuple(initial), tuple(following))
+    after = {message.target.microbatch: bisect_left(own, rounds[message.source]) for message in messages}
+    return tuple([calls[after[microbatch]] for microbatch in range(len(messages))])

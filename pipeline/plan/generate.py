@@ -1,18 +1,15 @@
 """The shortest schedule that is found for measured times, a placement, a link and a memory cap.
 
-Finding the best schedule is a hard problem, and integer programs that solve it take minutes for sizes of
-interest. A list scheduler takes milliseconds: whenever a worker is free, it takes the best of what it can
-take. Every known schedule is what comes of simple preferences under limits. A backward goes first, because
-other workers wait for it; a forward next, as long as the worker has room for what it keeps; the weights' half
-fills what would be idle. 1F1B is a limit on how far the forwards may lead the backwards, GPipe none, zero
-bubble the same limits with W as a filler.
+Integer programs that find the best schedule take minutes for sizes of interest. A list scheduler takes
+milliseconds: whenever a worker is free, it takes the best of what it can take. Every known schedule is what
+comes of simple preferences under limits: a backward first, because other workers wait for it; a forward next,
+as long as the worker has room for what it keeps; the weights' half fills what would be idle. 1F1B is a limit
+on how far the forwards may lead the backwards, GPipe none, zero bubble the same limits with W as a filler.
 
 So one scheduler is run with a few preferences, and the named schedules of the same placement are candidates
-too: what comes out is never longer than any of them, and shorter where stages are uneven. All candidates are
-replayed over the real link; the shortest one that keeps to the memory cap is taken.
-
-The times are given: `planner` chooses schedule, cut and re-materialization for a model and machines. Only the
-standard library is imported.
+too. All are replayed over the real link; the shortest one that keeps to the memory cap is taken. The times
+are given: `planner` chooses schedule, cut and re-materialization for a model and machines. Only the standard
+library is imported.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from .links import FREE, Link
 from .named import NAMED, named
 from .schedule import Action, Kind, Remat, Schedule, check_sizes, most_alive_of, of_stages
 from .simulate import SLOTS, ActionTimes, duration_of, replay
-from .walk import validate
+from .walk import check_placement, validate
 
 
 def generate(
@@ -64,9 +61,7 @@ def generate(
     """
     place = tuple(placement)
     check_sizes(len(place), num_microbatches, remat)
-    missing = set(range(max(place) + 1)) - set(place)
-    if min(place) < 0 or missing:
-        raise ValueError(f"the placement {place} has gaps; workers count from 0, and each holds a stage")
+    check_placement(place, len(place))
     if most_alive is not None and most_alive < 1:
         raise ValueError(f"most_alive is {most_alive}; a worker holds at least 1 graph")
     duration_s, stages = duration_of(action_s), range(len(place))
@@ -79,21 +74,22 @@ def generate(
     messages.append(gradient_bytes or messages[0])
     ahead_s, back_s = [[link.latency_s + link.occupied_s(each) for each in sizes] for sizes in messages]
     work = _Work(place, num_microbatches, remat, seconds, ahead_s, back_s)
-    found: list[tuple[float, int, int]] = []
+
+    def cost(each: Schedule) -> tuple[float, int]:
+        step = replay(each, action_s, link, activation_bytes=activation_bytes, gradient_bytes=gradient_bytes)
+        return step.makespan_s, max(map(most_alive_of, each.actions))
+
     candidates = [
         each
         for each in _candidates(work, name, most_alive)
         if most_alive is None or max(map(most_alive_of, each.actions)) <= most_alive
     ]
-    for number, each in enumerate(candidates):
-        step = replay(each, action_s, link, activation_bytes=activation_bytes, gradient_bytes=gradient_bytes)
-        found.append((step.makespan_s, max(map(most_alive_of, each.actions)), number))
-    if not found:
+    if not candidates:
         raise ValueError(
             f"no schedule found in which a worker holds at most {most_alive} graphs; give a larger "
             f"most_alive, at least {max(place.count(worker) for worker in place)}, one per stage of a worker"
         )
-    best = candidates[min(found)[-1]]
+    best = min(candidates, key=cost)
     validate(best)
     return best
 
@@ -117,9 +113,8 @@ class _Policy:
     """The preferences of a worker, and its limits.
 
     Args:
-        alive: the most graphs of its stages that may be alive on a worker, from F (or R, where the
-            micro-batch is recomputed) to the end of the backward; None for any number.
-        lead: for each worker, the most micro-batches of its stages between F and I or B; None for any number.
+        alive: the most graphs that it may hold at a time, as `most_alive`.
+        lead: by worker, the most micro-batches of its stages between F and I or B; None for any number.
         group: micro-batches that pass through all stages of a worker before the next ones; None for all.
         patience: the share of its own length by which a filler (W, or an R whose gradient has not come) may
             delay what is known to arrive: 1 takes it whenever the worker is free, 0 only where it fits.

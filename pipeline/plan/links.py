@@ -1,13 +1,9 @@
 """What carries messages between two stages, and what stages send beside their messages.
 
-How long a message takes and what holds the next one up is a `Link`; a `Bucket` of gradients and a `Gather` of
-parameters go over a link between replicas, which the replay lays out beside the actions.
-
-A replay is only as honest as its link, so each preset says where its two numbers come from. Bandwidths are
-nominal, per direction, between two neighbouring devices; a real link gives less, so measure it where the
-answer depends on it.
-
-Only the standard library is imported.
+A `Bucket` of gradients and a `Gather` of parameters go over a link between replicas and are laid out
+beside the actions. Each preset says where its two numbers come from. Bandwidths are nominal, per direction,
+between two neighbouring devices; a real link gives less, so measure it where the answer depends on it. Only
+the standard library is imported.
 """
 
 from __future__ import annotations
@@ -107,33 +103,23 @@ _LEAST_BYTES = 2**20
 
 
 def bucket_bytes_of(gradient_bytes: float) -> float:
-    """Default bytes of a bucket: `BUCKET_BYTES`, or less for a stage that has fewer than several times as
-    many, so that most of its gradients leave before its last backward is over.
+    """Default bytes of a bucket: `BUCKET_BYTES`, or less for a small stage, so that most of its gradients
+    leave before its last backward is over.
     """
     return min(BUCKET_BYTES, max(_LEAST_BYTES, gradient_bytes / _FEWEST_BUCKETS))
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are reduced together.
+    """Gradients that are reduced together."""
 
-    Args:
-        ready: share of the stage's last backward (its last B or W) after which they are all there, 0 to 1
-        takes_s: the reduction, once it has the link for itself
-    """
-
-    ready: float
-    takes_s: float
+    ready: float  # share of the stage's last backward (its last B or W) after which they are there, 0 to 1
+    takes_s: float  # the reduction, once it has the link for itself
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Parameters that are fetched together for a step.
+    """Parameters that are fetched together for a step."""
 
-    Args:
-        needed: share of the stage's first forward at which they are, 0 to 1
-        takes_s: the all-gather, once it has the link for itself
-    """
-
-    needed: float
-    takes_s: float
+    needed: float  # share of the stage's first forward at which they are, 0 to 1
+    takes_s: float  # the all-gather, once it has the link for itself

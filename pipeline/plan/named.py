@@ -1,13 +1,9 @@
 """All named schedules by their names, as functions of the numbers of workers and micro-batches.
 
-With v stages each, a worker waits v times less for its first and its last micro-batch than with one stage of
-the same layers: the bubble is (W - 1)(F + B) / v for W workers. The price is v times as many messages. Nobody
-waits for the gradients of the weights, so where the backward is split (arXiv 2401.10241), W may fill what
-would be idle.
-
-In a loop the stages go round the workers; in a V a micro-batch comes back the way it went, so that the worker
-that has the first stage has the last one too: the backward of the first micro-batch begins there, and every
-worker finishes at nearly the same time.
+With v stages each, the bubble of W workers is (W - 1)(F + B) / v, for v times as many messages. Nobody waits
+for the gradients of the weights, so where the backward is split (arXiv 2401.10241), W may fill what would be
+idle. In a loop the stages go round the workers; in a V the worker that has the first stage has the last one
+too, so that all workers finish at nearly the same time.
 
     loop, 3 workers    0 1 2 0 1 2        V, 3 workers    0 1 2 2 1 0
 """
@@ -71,9 +67,8 @@ def named(
 
 
 def naive(num_stages: int, num_microbatches: int = 1, remat: Remat = "never") -> Schedule:
-    """Model parallelism without a pipeline: one micro-batch is anywhere in the model at any time.
-
-    With one micro-batch, the paper's naive baseline; with more, they go through end to end one after another.
+    """Model parallelism without a pipeline: micro-batches go through end to end one after another; with one,
+    the paper's naive baseline.
     """
     check_sizes(num_stages, num_microbatches, remat)
     rows = [
@@ -83,10 +78,8 @@ def naive(num_stages: int, num_microbatches: int = 1, remat: Remat = "never") ->
 
 
 def gpipe(num_stages: int, num_microbatches: int, remat: Remat = "always") -> Schedule:
-    """GPipe (paper section 2.3): all forwards, then all backwards in reverse order of the micro-batches.
-
-    The reverse drain is what lets the last micro-batch keep its activations (`except_last`): its backward
-    follows its own forward on the last stage at once.
+    """GPipe (paper section 2.3): all forwards, then all backwards in reverse order of the micro-batches, so
+    that the last one may keep its activations (`except_last`).
     """
     check_sizes(num_stages, num_microbatches, remat)
     rows = []
@@ -108,8 +101,8 @@ def one_f_one_b(num_stages: int, num_microbatches: int, remat: Remat = "never") 
 def zb_h1(num_workers: int, num_microbatches: int) -> Schedule:
     """The memory of 1F1B, K micro-batches on every worker, and a third of its bubble: (K - 1)(F + I - W).
 
-    1F1B with I in the place of B, and W later: on worker k as many micro-batches later as the worker holds
-    fewer forwards than the first one does. So every worker keeps as many activations as the first.
+    1F1B with I in the place of B, and W k micro-batches later on worker k, so that every worker keeps as many
+    activations as the first.
 
     3 workers, M = 4:
 
@@ -121,8 +114,8 @@ def zb_h1(num_workers: int, num_microbatches: int) -> Schedule:
 
 
 def zb_h2(num_workers: int, num_microbatches: int) -> Schedule:
-    """No bubble but the skew: the forwards lead twice as far, so that no worker waits between its first and
-    its last action, for 2K - 1 micro-batches on every worker. With fewer of them, as far as they go.
+    """No bubble but the skew: the forwards lead twice as far, for 2K - 1 micro-batches on every worker, so
+    that none waits between its first and its last action. With fewer of them, as far as they go.
 
     3 workers, M = 5:
 
@@ -263,33 +256,17 @@ def zb_v(num_workers: int, num_microbatches: int) -> Schedule:
         worker 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
         worker 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
-    check_sizes(num_workers, num_microbatches, "never")
     total = max(num_microbatches, 2 * num_workers - 1)
-    found = []
-    for worker in range(num_workers):
-        near, far, row = worker, 2 * num_workers - 1 - worker, _Row(num_microbatches)
-        for _ in range(2 * (num_workers - worker) - 1):
-            row.take(near, F)
-        for _ in range(worker):
-            row.take(far, F)
-            row.take(near, F)
-        for _ in range(num_workers - worker):
-            row.take(far, F, I, W)
-        while row.count(far, F) < total:
-            if row.count(near, F) < total:
-                row.take(near, F)
-            row.take(near, I, W)
-            row.take(far, F, I, W)
-        for _ in range(worker):
-            row.take(near, I)
-            row.take(far, I)
-        for _ in range(num_workers - worker):
-            row.take(near, I, W)
-        for stage in (far, near):
-            while row.count(stage, W) < total:
-                row.take(stage, W)
-        found.append(tuple(row.actions))
-    return Schedule("zb-v", 2 * num_workers, num_microbatches, "never", tuple(found), vee(num_workers))
+
+    def parts(worker: int) -> list[tuple[int, str]]:
+        behind = num_workers - 1 - worker
+        return [
+            (2 * behind + 1, "nF"), (worker, "fF nF"), (behind + 1, "fF fI fW"),
+            (total - num_workers - behind, "nF nI nW fF fI fW"), (behind, "nI nW fF fI fW"),
+            (worker, "nI fI"), (behind + 1, "nI nW"), (worker, "fW"), (worker, "nW"),
+        ]  # fmt: skip
+
+    return _in_parts("zb-v", num_workers, num_microbatches, parts)
 
 
 def dualpipe_v(num_workers: int, num_microbatches: int) -> Schedule:
@@ -304,80 +281,49 @@ def dualpipe_v(num_workers: int, num_microbatches: int) -> Schedule:
         worker 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1 3B1 3F2 .   0B0 0B0 3B2 3B2 0B1 0B1 .   .   0I2 0W2
         worker 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 2B1 2B1 1B1 1B1 2B2 2B2 1B2 1B2
     """
-    check_sizes(num_workers, num_microbatches, "never")
     total = max(num_microbatches, 2 * num_workers)
-    found = []
-    for worker in range(num_workers):
-        near, far, row = worker, 2 * num_workers - 1 - worker, _Row(num_microbatches)
+
+    def parts(worker: int) -> list[tuple[int, str]]:
         behind = num_workers - 1 - worker
-        for _ in range(2 * behind):
-            row.take(near, F)
-        for _ in range(worker + 1):
-            row.take(near, F)
-            row.take(far, F)
-        for _ in range(behind):
-            row.back(far, halved=True)
-            row.weights(1)
-            row.take(far, F)
-        for _ in range(total - 2 * num_workers + worker + 1):
-            row.take(near, F)
-            row.back(far)
-            row.take(far, F)
-            row.back(near)
-        for _ in range(behind):
-            row.back(far)
-            row.take(far, F)
-            row.back(near)
         # From the middle of the drain on, W fills what the other workers leave idle.
-        middle, halved = (worker + 1) // 2, False
-        for step in range(worker + 1):
-            halved = halved or (step == middle and worker % 2 == 1)
-            row.back(far, halved=halved)
-            halved = halved or (step == middle and worker % 2 == 0)
-            row.back(near, halved=halved)
-        for _ in range(behind):
-            row.weights(1)
-            row.back(near, halved=halved)
-        row.weights(worker + 1)
-        found.append(tuple(row.actions))
-    return Schedule("dualpipe-v", 2 * num_workers, num_microbatches, "never", tuple(found), vee(num_workers))
+        middle = (worker + 1) // 2
+        return [
+            (2 * behind, "nF"), (worker + 1, "nF fF"), (behind, "fI W fF"),
+            (total - num_workers - behind, "nF fB fF nB"), (behind, "fB fF nB"),
+            (middle, "fB nB"), (1, "fI nI" if worker % 2 else "fB nI"), (worker - middle, "fI nI"),
+            (behind, "W nI"), (worker + 1, "W"),
+        ]  # fmt: skip
+
+    return _in_parts("dualpipe-v", num_workers, num_microbatches, parts)
 
 
-class _Row:
-    """The row of a worker as it is written: the micro-batches of a stage come in order."""
-
-    def __init__(self, num_microbatches: int) -> None:
-        self.actions: list[Action] = []
-        self._number: Counter[tuple[int, Kind]] = Counter()
-        self._weights: deque[Action] = deque()
-        self._num_microbatches = num_microbatches
-
-    def count(self, stage: int, kind: Kind) -> int:
-        """How often the stage has come to `kind`."""
-        return self._number[stage, kind]
-
-    def take(self, stage: int, *kinds: Kind) -> None:
-        """Adds the next micro-batch of each kind; adds nothing after the last micro-batch."""
-        for kind in kinds:
-            self._put(Action(stage, kind, self._number[stage, kind]))
-            self._number[stage, kind] += 1
-
-    def back(self, stage: int, *, halved: bool = False) -> None:
-        """Adds the next backward: a whole one, or I, after which W waits for `weights`."""
-        microbatch = self._number[stage, B]
-        self._number[stage, B] += 1
-        self._put(Action(stage, I if halved else B, microbatch))
-        if halved:
-            self._weights.append(Action(stage, W, microbatch))
-
-    def weights(self, most: int) -> None:
-        """Adds the first W that wait, at most `most` of them."""
-        for _ in range(min(most, len(self._weights))):
-            self._put(self._weights.popleft())
-
-    def _put(self, action: Action) -> None:
-        if action.microbatch < self._num_microbatches:
-            self.actions.append(action)
+def _in_parts(
+    name: str, num_workers: int, num_microbatches: int, parts: Callable[[int], list[tuple[int, str]]]
+) -> Schedule:
+    """A V from the parts of each worker's row: how often, and what in turn. `nF` is the next forward of its
+    near stage, `fB`, `fI` or `fW` a backward or a half of one of the far stage, `W` the first W that waits.
+    Nothing is taken of micro-batches that are not there.
+    """
+    check_sizes(num_workers, num_microbatches, "never")
+    rows = []
+    for worker in range(num_workers):
+        homes = {"n": worker, "f": 2 * num_workers - 1 - worker}
+        row, waiting, done = list[Action](), list[Action](), Counter[tuple[int, bool]]()
+        for what in [what for times, each in parts(worker) for what in times * each.split()]:
+            stage, kind = homes.get(what[:-1]), Kind(what[-1])
+            if kind is W:
+                action = next(each for each in waiting if stage in (None, each.stage))
+                waiting.remove(action)
+            else:
+                assert stage is not None, "only W is taken of any stage"
+                action = Action(stage, kind, done[stage, kind is F])
+                done[stage, kind is F] += 1
+                if kind is I:
+                    waiting.append(action._replace(kind=W))
+            if action.microbatch < num_microbatches:
+                row.append(action)
+        rows.append(row)
+    return _schedule(name, num_microbatches, rows, vee(num_workers))
 
 
 def v_half(num_workers: int, num_microbatches: int) -> Schedule:
@@ -408,7 +354,6 @@ def _repeated(
     """V-Half and V-Min, which were made for their memory (arXiv 2405.15362): the way of every micro-batch, a
     period after the one before, with W in the slots that are left.
 
-    What a worker keeps is the time that a micro-batch spends between its forward and its backward there.
     Where the way falls into no slot of a period twice, all micro-batches fit. Of the near stages the first
     worker keeps most and of the far ones the last, and a worker has one of each, so all keep the same. V-Min
     on 4 workers, the way of micro-batch 0, without a pause between two steps:
@@ -449,8 +394,8 @@ def _repeated(
                     weights.append(Action(action.stage, W, action.microbatch))
             elif weights and slot % _PERIOD not in taken:
                 row.append(weights.popleft())
-        found.append((*row, *weights))
-    return Schedule(name, 2 * num_workers, num_microbatches, "never", tuple(found), vee(num_workers))
+        found.append([*row, *weights])
+    return _schedule(name, num_microbatches, found, vee(num_workers))
 
 
 def _schedule(
@@ -465,9 +410,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {"naive": naive, "gpipe": gpipe,
 
 
 class Named(NamedTuple):
-    """A schedule's rows for numbers of workers and micro-batches, without recomputation; `stages_per_worker`
-    is None where any number will do.
-    """
+    """A schedule without recomputation; `stages_per_worker` is None where any number will do."""
 
     make: Callable[..., Schedule]
     stages_per_worker: int | None

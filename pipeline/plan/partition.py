@@ -1,21 +1,18 @@
 """Contiguous split of layers into stages, exactly optimal, without third-party code.
 
-The slowest stage sets the pace of a pipeline and the fullest one decides whether a model fits, so a split
-that is "about even" is a measurement error of everything built on it. GPipe's text asks for minimal variance
-of the stage costs (section 2.2); the library that was published with it uses a cumulative-share heuristic
-that may be 80% off the optimum and may leave stages empty. Both are here as named baselines beside the
-exact minimal bottleneck.
+The slowest stage sets the pace of a pipeline, and the fullest one decides whether a model fits. GPipe's text
+asks for minimal variance of the stage costs (section 2.2); the library that was published with it uses a
+cumulative-share heuristic that may be 80% off the optimum and may leave stages empty. Both are named
+baselines beside the exact minimal bottleneck.
 
     costs   5 3 4 | 6 2 | 8        rule "bottleneck": minimise max(12, 8, 8)
                                    rule "variance":   minimise sum of (stage cost - mean)^2
                                    rule "cumulative": layer i goes to stage floor(K * share of costs[:i + 1])
 
-Costs of stages that are no sums over layers, such as the peak memory of a stage, have a function of their own
-(`partition_by`). Nothing is assumed of them: adding a layer may even make a stage cheaper, where
-it moves the cut to a thinner boundary.
-
-Costs of layers are added as integers (a float is an integer over a power of two), so that equal ones compare
-equal. Ties are broken the same way on every machine: earlier stages take as many layers as they may.
+Of costs that are no sums over layers, such as the peak memory of a stage, `partition_by` assumes nothing:
+adding a layer may make a stage cheaper, where it moves the cut to a thinner boundary. Costs of layers are
+added as integers (a float is an integer over a power of two), so that equal ones compare equal. Ties are
+broken the same way on every machine: earlier stages take as many layers as they may.
 """
 
 from __future__ import annotations
@@ -23,17 +20,15 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from math import isfinite
+from math import inf, isfinite
 
 Partition = tuple[range, ...]
 """The layer indices of each stage, in order, covering every layer once."""
 
 
 def partition(costs: Sequence[float], num_stages: int, rule: str = "bottleneck") -> Partition:
-    """Split layers with additive ``costs`` into ``num_stages`` contiguous non-empty stages.
-
-    ``rule`` is one of RULES. Raises ValueError for an unknown rule, a cost that is negative or not finite,
-    and a number of stages that the layers cannot fill.
+    """Split layers with additive ``costs`` into ``num_stages`` contiguous non-empty stages, by one of RULES.
+    `ValueError` for an unknown rule, a cost that is negative or not finite, and more stages than layers.
     """
     if rule not in RULES:
         raise ValueError(f"unknown partition rule {rule!r}: use one of {', '.join(RULES)}")
@@ -77,10 +72,9 @@ def _fill(prefix: Sequence[int], num_stages: int, cap: int) -> Partition | None:
 
 
 def minimal_variance(costs: Sequence[int], num_stages: int) -> Partition:
-    """Minimise the sum of squared stage sums; with a fixed mean that is the paper's minimal variance.
-
-    Dynamic program over (stages, layers), exact. The best start of a last stage moves on with its stop, so
-    those of the stops on either side of a middle one lie on the same side of its start.
+    """Minimise the sum of squared stage sums, with a fixed mean the paper's minimal variance. The best start
+    of a last stage moves on with its stop, so those of the stops on either side of a middle one lie on the
+    same side of its start.
     """
     prefix, num_layers = list(accumulate(costs, initial=0)), len(costs)
     best = [0] * (num_layers + 1)  # sum of squares, by layers covered so far
@@ -110,8 +104,7 @@ def minimal_variance(costs: Sequence[int], num_stages: int) -> Partition:
 
 def cumulative_shares(costs: Sequence[int], num_stages: int) -> Partition:
     """The heuristic of GPipe's library: layer i goes to stage floor(K * share of the costs up to and with i).
-
-    A stage may come out empty, which `partition` reports as an error.
+    A stage may come out empty.
     """
     prefix = list(accumulate(costs, initial=0))
     total = max(prefix[-1], 1)
@@ -161,56 +154,36 @@ def partition_by(
     """
     check_counts(num_layers, num_stages)
     bound = list(accumulate(floor if floor is not None else [0] * num_layers, initial=0))
-    cap = _reachable_cap(stage_cost, bound, num_stages, cap)
-    edges = _edges_under(stage_cost, bound, num_stages, cap)
-
-    def is_enough(limit: int) -> bool:
-        """Whether exactly `num_stages` stages can cover all layers."""
-        return bool(_suffix_counts(edges, num_layers, limit)[0] >> num_stages & 1)
-
-    candidates = sorted({cost for row in edges for _, cost in row})
-    smallest = bisect_left(candidates, True, key=is_enough)
-    if smallest == len(candidates):
+    edges = _edges_under(stage_cost, bound, num_stages, _reachable_cap(stage_cost, bound, num_stages, cap))
+    # Of the layers behind each start, in so many stages, the smallest largest cost.
+    best: list[list[float]] = [[inf] * num_layers + [0]]
+    for _ in range(num_stages):
+        after = best[-1]
+        row = [min([max(cost, after[stop]) for stop, cost in each], default=inf) for each in edges]
+        best.append([*row, inf])
+    limit = best[num_stages][0]
+    if limit == inf:
         return None
-    limit = candidates[smallest]
-    counts = _suffix_counts(edges, num_layers, limit)
     stages, start = [], 0
-    for remaining in range(num_stages - 1, -1, -1):
-        stop = max(stop for stop, cost in edges[start] if cost <= limit and counts[stop] >> remaining & 1)
+    for after in reversed(best[:num_stages]):
+        stop = max(stop for stop, cost in edges[start] if max(cost, after[stop]) <= limit)
         stages.append(range(start, stop))
         start = stop
     return tuple(stages)
 
 
-def can_partition_by(
-    stage_cost: Callable[[int, int], int],
-    num_layers: int,
-    num_stages: int,
-    *,
-    cap: int,
-    floor: Sequence[int] | None = None,
-) -> bool:
-    """Whether `partition_by` finds a split under ``cap``, for a fraction of the stage costs.
-
-    A search over models asks this of each and wants the best split of the last one only. Greedy filling
-    mostly finds some split; only where it does not are all stages looked at.
+def fills(stage_cost: Callable[[int, int], int], num_stages: int, *, cap: int, floor: Sequence[int]) -> bool:
+    """Whether stages that each take as many layers as fit under ``cap`` take all: then `partition_by` finds a
+    split, and mostly where it does. It takes a fraction of the stage costs.
     """
-    check_counts(num_layers, num_stages)
-    bound = list(accumulate(floor if floor is not None else [0] * num_layers, initial=0))
-    if bound[-1] > num_stages * cap:
-        return False
-    if _greedy_bottleneck(stage_cost, bound, num_stages, cap) is not None:
-        return True
-    edges = _edges_under(stage_cost, bound, num_stages, cap)
-    return bool(_suffix_counts(edges, num_layers, cap)[0] >> num_stages & 1)
+    return _greedy_bottleneck(stage_cost, list(accumulate(floor, initial=0)), num_stages, cap) is not None
 
 
 def _reachable_cap(
     stage_cost: Callable[[int, int], int], bound: Sequence[int], num_stages: int, cap: int
 ) -> int:
-    """A cap that some split keeps, not above ``cap``, by greedy filling; ``cap`` itself if that finds none.
-
-    Only a head start for the exact search, which looks at far fewer stages under a tight cap.
+    """A cap that some split keeps, by greedy filling; ``cap`` itself if that finds none. The exact search
+    looks at far fewer stages under a tight cap.
     """
     low, high = -(-bound[-1] // num_stages), cap
     while high - low > max(high // 64, 1):
@@ -243,9 +216,8 @@ def _greedy_bottleneck(
 def _edges_under(
     stage_cost: Callable[[int, int], int], bound: Sequence[int], num_stages: int, cap: int
 ) -> list[list[tuple[int, int]]]:
-    """For each start the (stop, cost) of stages within the cap that can be part of a split within the cap.
-
-    Stages are left out that nothing reaches, and those after which the rest is too much for the stages left.
+    """For each start the (stop, cost) of stages within the cap, but for those that nothing reaches, and those
+    after which the rest is too much for the stages left.
     """
     num_layers = len(bound) - 1
     fewest = [0] + [num_stages + 1] * num_layers  # stages to get there
@@ -263,15 +235,3 @@ def _edges_under(
                     fewest[stop] = min(fewest[stop], fewest[start] + 1)
         edges.append(row)
     return edges
-
-
-def _suffix_counts(edges: Sequence[Sequence[tuple[int, int]]], num_layers: int, limit: int) -> list[int]:
-    """Bit k of entry i: layers i.. can be covered by exactly k stages of at most ``limit`` each."""
-    counts = [0] * num_layers + [1]
-    for start in range(num_layers - 1, -1, -1):
-        bits = 0
-        for stop, cost in edges[start]:
-            if cost <= limit:
-                bits |= counts[stop]
-        counts[start] = bits << 1
-    return counts

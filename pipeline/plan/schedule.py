@@ -1,10 +1,9 @@
 """A schedule written down as data, so that one description has many readers.
 
 The engine executes it, the replay lays it out in time, the memory model walks over it and the drawing prints
-it. Engines that keep the order of the work in their control flow cannot be checked without running them; here
-a schedule is a tuple of actions per worker, made by a pure function (`named`) or read from a file
-(`from_csv`), and what follows from it is derived (`walk`). A worker holds one stage, or several where the
-schedule has a placement. Only the standard library is imported.
+it. It is a tuple of actions per worker, made by a pure function (`named`) or read from a file (`from_csv`);
+what follows from it is derived (`walk`). A worker holds one stage, or several where the schedule has a
+placement. Only the standard library is imported.
 
 One notation for an action, everywhere: `2F0` is stage 2, forward, micro-batch 0.
 
@@ -24,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, wraps
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 
@@ -66,8 +66,8 @@ class Action(NamedTuple):
 REMAT_MODES = ("never", "always", "except_last")
 
 Remat = str | Sequence[str]
-"""What is recomputed: a name for all stages, or one for each in the model's order. A stage of its own needs
-one: under 1F1B the first stage keeps K micro-batches and the last one only one.
+"""What is recomputed: a name for all stages, or one for each in the model's order, as they keep different
+numbers of micro-batches: under 1F1B the first stage K, the last one 1.
 """
 
 
@@ -84,8 +84,10 @@ def remat_of(remat: Remat, stage: int) -> str:
 def of_stages(remat: Remat, num_stages: int, num_microbatches: int) -> tuple[frozenset[int], ...]:
     """The micro-batches that each stage recomputes."""
     return tuple(
-        frozenset(m for m in range(num_microbatches) if recomputes(name, m, num_microbatches))
-        for name in ([remat] * num_stages if isinstance(remat, str) else remat)
+        frozenset(
+            m for m in range(num_microbatches) if recomputes(remat_of(remat, stage), m, num_microbatches)
+        )
+        for stage in range(num_stages)
     )
 
 
@@ -166,9 +168,7 @@ class Schedule:
         return tuple(stages_of(self.placement, worker))
 
     def receiver(self, action: Action) -> int | None:
-        """The stage to which what the action makes is sent, activations ahead and gradients back; None where
-        nothing is.
-        """
+        """The stage to which what the action makes is sent; None where nothing is."""
         if action.kind is Kind.F:
             return action.stage + 1 if action.stage + 1 < self.num_stages else None
         return action.stage - 1 if action.stage and action.kind in (Kind.B, Kind.I) else None
@@ -192,9 +192,7 @@ class Schedule:
         return of_stages(self.remat, self.num_stages, self.num_microbatches)
 
     def recomputes(self, microbatch: int, stage: int) -> bool:
-        """Whether the forward of `microbatch` on `stage` keeps only its inputs and runs again before the
-        backward.
-        """
+        """Whether the forward of `microbatch` on `stage` keeps only its inputs and runs again."""
         return microbatch in self.recomputed[stage]
 
     def in_flight(self, stage: int) -> int:
@@ -203,24 +201,15 @@ class Schedule:
 
     @cached_property
     def _in_flight(self) -> list[int]:
-        found = []
-        for row in map(self.row, range(self.num_stages)):
-            live = peak = 0
-            ends = set(ends_of(row))
-            for action in row:
-                live += (action.kind is Kind.F) - (action in ends)
-                peak = max(peak, live)
-            found.append(peak)
-        return found
+        rows = map(self.row, range(self.num_stages))
+        return [_most([a for a in row if a.kind is Kind.F], row) for row in rows]
 
 
 Derive = TypeVar("Derive", bound=Callable[..., Any])
 
 
 def derived(function: Derive) -> Derive:
-    """Caches what `function` returns for a schedule, in the schedule itself. The result must not be changed;
-    further arguments must be hashable.
-    """
+    """Caches what `function` returns for a schedule and hashable arguments, in the schedule itself."""
 
     @wraps(function)
     def found(schedule: Schedule, *arguments: Any) -> Any:
@@ -252,13 +241,13 @@ def most_alive_of(row: tuple[Action, ...]) -> int:
     """Graphs that a worker holds at a time, of a stage and a micro-batch each: from F, or from R where the
     micro-batch is recomputed, to the end of the backward.
     """
-    begins, ends = set(_either(row, Kind.R, Kind.F)), set(ends_of(row))
-    alive = most = 0
-    for action in row:
-        alive += action in begins
-        most = max(most, alive)
-        alive -= action in ends
-    return most
+    return _most(_either(row, Kind.R, Kind.F), row)
+
+
+def _most(begins: Collection[Action], row: tuple[Action, ...]) -> int:
+    """Largest number of micro-batches between one of these begins and its end (`ends_of`)."""
+    begins, ends = set(begins), set(ends_of(row))
+    return max(accumulate([(action in begins) - (action in ends) for action in row]), default=0)
 
 
 def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
@@ -275,8 +264,8 @@ def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
         raise ValueError(
             f"remat has {len(remat)} names for {num_stages} stages; give one for each stage, or one for all"
         )
-    for stage, name in enumerate([remat] if isinstance(remat, str) else remat):
-        if name not in REMAT_MODES:
+    for stage in range(num_stages):
+        if (name := remat_of(remat, stage)) not in REMAT_MODES:
             what = "remat" if isinstance(remat, str) else f"remat[{stage}]"
             raise ValueError(f"{what} is {name!r}; choose one of {', '.join(REMAT_MODES)}")
 
@@ -284,10 +273,9 @@ def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
 def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
     """`schedule`, which has no recomputation, with one wherever `remat` recomputes a stage's micro-batch.
 
-    R needs nothing from another worker, so it stands right before the backward for which it builds the graph,
-    and starts while the worker waits for the gradient. Where the backward is split, the graph lives until W:
-    as many graphs are alive as a schedule puts off weights, and all other micro-batches keep their inputs
-    alone. ZB-H1 on 3 workers, M = 3, two slots of bubble instead of the eight of 1F1B that recomputes late:
+    R stands right before the backward for which it builds the graph, and starts while the worker waits for
+    the gradient. Where the backward is split, the graph lives until W. ZB-H1 on 3 workers, M = 3, two slots
+    of bubble instead of the eight of 1F1B that recomputes late:
 
         stage 0 | F0 F1 F2 R0 .  .  I0 W0 R1 I1 W1 R2 I2 W2
         stage 1 | .  F0 F1 R0 .  I0 F2 R1 I1 W0 R2 I2 W1 W2
@@ -315,13 +303,11 @@ def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
 
 @derived
 def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The schedule for a step of fewer micro-batches: without the actions of those that are not there.
-
-    What waits for what, and the order in every row and channel, are those of the whole. The last micro-batch,
-    which "except_last" keeps, is one of those that are not there, so all others are recomputed.
+    """The schedule for a step of fewer micro-batches: without the actions of those that are not there. One of
+    these is the last, which "except_last" keeps, so all others are recomputed.
     """
     names = [remat_of(schedule.remat, stage) for stage in range(schedule.num_stages)]
-    remat = ["always" if name == "except_last" else name for name in names]
+    remat = ["never" if name == "never" else "always" for name in names]
     rows = [tuple([a for a in row if a.microbatch < num_microbatches]) for row in schedule.actions]
     return replace(schedule, num_microbatches=num_microbatches, remat=remat, actions=tuple(rows))
 
@@ -337,16 +323,10 @@ _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 def to_csv(schedule: Schedule) -> str:
     """One line per worker, its actions in order, e.g. `0F0,0F1,0B1,0B0`: the form that torch's
-    `_PipelineScheduleRuntime` reads and writes as `compute_only`.
-
-    So a schedule of torch's runs here and one of ours runs there, unless it recomputes: torch has no word for
-    a cell such as `2R0`. The placement is not written down: a worker holds the stages that are in its row.
+    `_PipelineScheduleRuntime` reads and writes as `compute_only`, but that torch has no word for a cell such
+    as `2R0`. A worker holds the stages that are in its row.
     """
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(
-        [str(action) for action in row] for row in schedule.actions
-    )
-    return out.getvalue()
+    return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
 
 def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedule:
@@ -369,27 +349,23 @@ def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedu
         raise ValueError(f"line {table.line_num}: {error}") from error
     if not any(rows):
         raise ValueError("the text holds no actions; write one line per worker, such as 0F0,0F1,0B1,0B0")
-    holders: dict[int, int] = {}  # the worker of each stage
-    microbatches: set[int] = set()
-    for worker, row in enumerate(rows):
-        for action in row:
-            holders.setdefault(action.stage, worker)
-            microbatches.add(action.microbatch)
+    holders = {action.stage: worker for worker, row in reversed([*enumerate(rows)]) for action in row}
+    microbatches = {action.microbatch for row in rows for action in row}
     _check_numbers("stage", holders.keys())
     _check_numbers("micro-batch", microbatches)
     if remat is None:
-        again: list[set[int]] = [set() for _ in holders]
-        for action in (action for row in rows for action in row if action.kind is Kind.R):
-            again[action.stage].add(action.microbatch)
         known = {of_stages(mode, 1, len(microbatches))[0]: mode for mode in reversed(REMAT_MODES)}
-        for each in map(frozenset, again):
-            if each not in known:
-                listed = ", ".join(map(str, sorted(each)))
+        remat = []
+        for stage in range(len(holders)):
+            row = rows[holders[stage]]
+            again = frozenset(a.microbatch for a in row if a.stage == stage and a.kind is Kind.R)
+            if again not in known:
+                listed = ", ".join(map(str, sorted(again)))
                 raise ValueError(
                     f"micro-batches {listed} of {len(microbatches)} are recomputed; "
                     "a stage recomputes all of them, none, or all but the last"
                 )
-        remat = [known[frozenset(each)] for each in again]
+            remat.append(known[again])
     placement = tuple(holders[stage] for stage in range(len(holders)))
     return Schedule(name, len(holders), len(microbatches), remat, tuple(map(tuple, rows)), placement)
 

@@ -1,20 +1,18 @@
 """A schedule laid out in time from the durations of its actions, without running it.
 
-Answers what a step would take on K devices where there are fewer, and what it would take under other
-circumstances: a free link, even stages. A discrete-event simulation, in the order of time: whenever an action
-ends, its message enters the link, and the stages that waited for either go on.
+A discrete-event simulation, in the order of time: whenever an action ends, its message enters the link, and
+the stages that waited for either go on.
 
     worker 0  F0 F1 ....... B1 B0         a worker takes its row in order; an action starts when the worker is
     link        \\  \\      /  /           free and its message is there; messages of one direction queue up,
     worker 1     F0 F1 B1 B0              while both workers compute
 
-A worker that holds several stages takes the actions of all in one row, and what it sends to itself is there
-at once. What a stage gathers is fetched from the beginning of the step on; its reductions over its replicas
-leave inside its last backward, one after the other on a link of their own, and the worker's update waits for
-all. What it leaves out: workers that slow each other down
-(memory, shared cores, messages and reductions on one link), replicas that are not equally fast, and jitter.
-So where a step can be measured, measure it too and look at the difference. Only the standard library is
-imported; times may be fractions or integers, and then all results are exact.
+What a worker sends to itself is there at once. What a stage gathers is fetched from the beginning of the step
+on; its reductions over its replicas leave inside its last backward, one after the other on a link of their
+own, and the worker's update waits for all. Left out are workers that slow each other down (memory, shared
+cores, messages and reductions on one link), replicas that are not equally fast, and jitter: where a step can
+be measured, measure it too. Only the standard library is imported; of fractions or integers all results are
+exact.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from typing import Any
 from .links import FREE, Between, Bucket, Gather, Link
 from .schedule import Action, Kind, Schedule
 from .timeline import Event, Span, Timeline
-from .walk import Walk
+from .walk import Walk, receivers
 
 # A backward computes two products where a forward computes one; a recomputation is a forward.
 SLOTS: dict[Kind, float] = {Kind.F: 1, Kind.R: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
@@ -93,20 +91,21 @@ def replay(
         def duration_s(action: Action) -> float:
             return alone_s(action) + waiting_s(action)
 
+    stages = range(schedule.num_stages)
     step = _Simulation(
         schedule,
         duration_s,
         link,
-        (
-            _per_boundary("activation_bytes", activation_bytes, schedule, link),
-            _per_boundary("gradient_bytes", gradient_bytes or activation_bytes, schedule, link),
-        ),
-        _checked("setup_s", _per_stage("setup_s", setup_s, schedule)),
-        _checked("update_s", _per_stage("update_s", update_s, schedule)),
+        _per_boundary("activation_bytes", activation_bytes, schedule, link),
+        _per_boundary("gradient_bytes", gradient_bytes or activation_bytes, schedule, link),
+        _checked("setup_s", _per_stage("setup_s", setup_s or [0] * len(stages), schedule)),
+        _checked("update_s", _per_stage("update_s", update_s or [0] * len(stages), schedule)),
         early_recompute,
-        _per_stage("gathers", gathers, schedule),
-        _per_stage("reductions", reductions, schedule),
     )
+    step.gather(_per_stage("gathers", gathers, schedule))
+    # The last action of a stage that makes gradients of parameters, and what leaves inside it.
+    last = [schedule.row(stage)[-1] for stage in stages]
+    step.buckets = dict(zip(last, _per_stage("reductions", reductions, schedule), strict=False))
     # A collection would walk through hundreds of thousands of new objects again and again, none of which is
     # in a cycle; that doubles the time of a large replay.
     with no_collections():
@@ -135,39 +134,17 @@ def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
     if callable(action_s):
         return action_s
     times: Mapping[object, float] = action_s  # type: ignore[assignment]  # the keys are told apart below
-    known: dict[tuple[int, Kind], float] = {}
 
     def duration(action: Action) -> float:
-        if action in times:
-            return times[action]
-        key = (action.stage, action.kind)
-        if key not in known:
-            for candidate in (key, action.kind):
-                if candidate in times:
-                    known[key] = times[candidate]
-                    break
-            else:
-                raise ValueError(
-                    f"no duration for {action}; give one for {action.kind.value!r} or for "
-                    f"({action.stage}, {action.kind.value!r})"
-                )
-        return known[key]
+        for key in (action, action[:2], action.kind):
+            if key in times:
+                return times[key]
+        raise ValueError(
+            f"no duration for {action}; give one for {action.kind.value!r} or for "
+            f"({action.stage}, {action.kind.value!r})"
+        )
 
     return duration
-
-
-class _Channel:
-    """The messages from one stage to the next or the one before."""
-
-    __slots__ = ("arrivals_s", "link", "queue_s", "takes_s", "target", "worker")
-
-    def __init__(
-        self, target: int, worker: int, link: Link, takes_s: float, queue_s: list[float] | None
-    ) -> None:
-        self.target, self.worker, self.link, self.takes_s = target, worker, link, takes_s
-        # When the link is free again, which others share; None where messages are there at once.
-        self.queue_s = queue_s
-        self.arrivals_s: dict[int, float] = {}  # by micro-batch
 
 
 class _Simulation:
@@ -178,20 +155,17 @@ class _Simulation:
         schedule: Schedule,
         duration_s: Callable[[Action], float],
         link: Between,
-        sizes: Sequence[Sequence[float]],
+        activation_bytes: Sequence[float],
+        gradient_bytes: Sequence[float],
         setup_s: Sequence[float],
         update_s: Sequence[float],
         early_recompute: bool,
-        gathers: Sequence[Sequence[Gather]],
-        reductions: Sequence[Sequence[Bucket]],
     ) -> None:
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
+        self.activation_bytes, self.gradient_bytes = activation_bytes, gradient_bytes
         self.setup_s, self.update_s = setup_s, update_s
-        workers, stages = range(schedule.num_workers), range(schedule.num_stages)
-        self.free_s: list[float] = [
-            sum(setup_s[stage] for stage in schedule.stages_of(worker)) if setup_s else 0
-            for worker in workers
-        ]
+        workers = range(schedule.num_workers)
+        self.free_s = [sum(setup_s[stage] for stage in schedule.stages_of(worker)) for worker in workers]
         self.reduced_s: list[float] = [0 for _ in workers]  # the end of a worker's last reduction
         self.events: list[list[Event]] = [[] for _ in workers]
         self.running = [False for _ in workers]  # an action has been started, and its end is in the heap
@@ -199,46 +173,35 @@ class _Simulation:
         self.heap: list[tuple[float, int]] = []
         self.messages: list[Span] = []
         self.collectives: list[Span] = []
-        self.links: dict[tuple[int, int], Link] = {}
+        # Between two workers; when the link is free again, which others may share.
+        self.channels: dict[tuple[int, int], tuple[Link, list[float]]] = {}
         self.queues_s: dict[tuple[int, int], list[float]] = {}
-        # The messages that an action of a stage waits for, and those that it sends.
-        self.needs: list[dict[Kind, dict[int, float]]] = [{} for _ in stages]
-        self.sends: list[dict[Kind, _Channel]] = [{} for _ in stages]
-        for stage, (ahead_bytes, back_bytes) in enumerate(zip(*sizes, strict=True)):
-            ahead = self.sends[stage][Kind.F] = self._channel(stage, stage + 1, ahead_bytes)
-            self.needs[stage + 1][Kind.F] = ahead.arrivals_s
-            back = self._channel(stage + 1, stage, back_bytes)
-            self.sends[stage + 1] |= {Kind.B: back, Kind.I: back}
-            for kind in (Kind.B, Kind.I) if early_recompute else (Kind.B, Kind.I, Kind.R):
-                self.needs[stage][kind] = back.arrivals_s
+        self.targets = receivers(schedule)
+        self.arrivals_s: dict[Action, float] = {}  # of what each action needs
+        # The recomputations that wait for a gradient, and the actions that need that.
+        back = [] if early_recompute else [a for a in self.targets.values() if a.kind is not Kind.F]
+        self.waiting = {action._replace(kind=Kind.R): action for action in back}
         # For the first forward of a stage: the share after which it needs each fetch, and the fetch's end.
         self.fetched: dict[Action, list[tuple[float, float]]] = {}
-        for worker in workers if gathers else ():
-            end_s: float = 0  # they are fetched from the start of the step on, one after the other
-            for stage in schedule.stages_of(worker):
-                first = next(action for action in schedule.row(stage) if action.kind is Kind.F)
+        self.buckets: dict[Action, Sequence[Bucket]] = {}
+
+    def gather(self, gathers: Sequence[Sequence[Gather]]) -> None:
+        """Lays out the fetches of each worker from the start of the step on, one after the other."""
+        for worker in range(self.schedule.num_workers) if gathers else ():
+            end_s: float = 0
+            for stage in self.schedule.stages_of(worker):
+                first = next(action for action in self.schedule.row(stage) if action.kind is Kind.F)
                 for number, gather in enumerate(gathers[stage]):
                     start_s, end_s = end_s, end_s + gather.takes_s
                     self.collectives.append(Span(f"gather {number}", stage, start_s, end_s))
                     self.fetched.setdefault(first, []).append((gather.needed, end_s))
-        # The last action of a stage that makes gradients of parameters, and what leaves inside it.
-        self.buckets: dict[Action, Sequence[Bucket]] = {
-            schedule.row(stage)[-1]: buckets for stage, buckets in enumerate(reductions)
-        }
 
-    def _channel(self, source: int, target: int, num_bytes: float) -> _Channel:
-        ends, link = (self.schedule.worker(source), self.schedule.worker(target)), self.link
-        worker = ends[1]
-        if not isinstance(link, Link):
-            if ends not in self.links:
-                self.links[ends] = FREE if ends[0] == ends[1] else link(*ends)
-            link = self.links[ends]
-        queue_s = None
-        if self.link is not FREE and ends[0] != ends[1]:
-            if link.shares_directions:
-                ends = min(ends), max(ends)
-            queue_s = self.queues_s.setdefault(ends, [0])
-        return _Channel(target, worker, link, link.occupied_s(num_bytes), queue_s)
+    def _channel(self, ends: tuple[int, int]) -> tuple[Link, list[float]]:
+        if ends not in self.channels:
+            link = self.link if isinstance(self.link, Link) else self.link(*ends)
+            shared = (min(ends), max(ends)) if link.shares_directions else ends
+            self.channels[ends] = link, self.queues_s.setdefault(shared, [0])
+        return self.channels[ends]
 
     def run(self) -> Timeline:
         """`ValueError` where an action cannot start or takes no time that can be."""
@@ -253,7 +216,7 @@ class _Simulation:
             raise self.walk.stopped()
         events = [event for events in self.events for event in events]
         events.sort(key=attrgetter("start_s"))  # equal starts stay ordered by worker
-        links = [self.link] if isinstance(self.link, Link) else [*self.links.values()]
+        links = [self.link] if isinstance(self.link, Link) else [link for link, _ in self.channels.values()]
         names = dict.fromkeys(link.name for link in links if link != FREE)
         return Timeline(
             tuple(events),
@@ -272,27 +235,17 @@ class _Simulation:
             return
         action = self.walk.next[worker]
         assert action is not None, "it is ready"
-        stage, kind, microbatch = action
-        start_s = self.free_s[worker]
-        arrivals_s = self.needs[stage].get(kind)
-        if arrivals_s is not None:
-            arrival_s = arrivals_s.get(microbatch)
-            if arrival_s is None:  # of a gradient, for which a recomputation is to wait
-                return
-            if arrival_s > start_s:
-                start_s = arrival_s
+        needs = self.waiting.get(action, action) if self.waiting else action
+        if needs is not action and needs not in self.arrivals_s:
+            return
+        start_s = max(self.free_s[worker], self.arrivals_s.get(needs, 0))
         duration_s = self.duration_s(action)
         if not 0 <= duration_s < inf:
             raise ValueError(f"{action} takes {duration_s} s; a duration must be finite and not negative")
-        end_s = start_s + duration_s
-        if action in self.fetched:
-            # It waits inside for what it needs at each share of it.
-            late_s: float = 0
-            for share, there_s in self.fetched[action]:
-                at_s = start_s + late_s + share * duration_s
-                if there_s > at_s:
-                    late_s += there_s - at_s
-            end_s = start_s + late_s + duration_s
+        late_s: float = 0  # the first forward waits inside for what it needs at each share of it
+        for share, there_s in self.fetched.get(action, ()):
+            late_s += max(0, there_s - (start_s + late_s + share * duration_s))
+        end_s = start_s + late_s + duration_s
         self.free_s[worker] = end_s
         self.events[worker].append(Event(action, start_s, end_s))
         self.walk.take(worker)
@@ -308,17 +261,21 @@ class _Simulation:
             leaves_s = max(start_s + bucket.ready * event.duration_s, self.reduced_s[worker])
             self.reduced_s[worker] = leaves_s + bucket.takes_s
             self.collectives.append(Span(f"reduce {number}", action.stage, leaves_s, self.reduced_s[worker]))
-        channel = self.sends[action.stage].get(action.kind)
-        if channel is None:
+        target = self.targets.get(action)
+        if target is None:
             return
-        queue_s, arrival_s = channel.queue_s, end_s
-        if queue_s is not None:
-            leaves_s = queue_s[0] if queue_s[0] > end_s else end_s
-            queue_s[0] = leaves_s + channel.takes_s
-            arrival_s = queue_s[0] + channel.link.latency_s
-            self.messages.append(Span(f"{action}->{channel.target}", action.stage, leaves_s, arrival_s))
-        channel.arrivals_s[action.microbatch] = arrival_s
-        self._go_on(channel.worker)
+        ends = worker, self.schedule.worker(target.stage)
+        arrival_s = end_s
+        if self.link is not FREE and ends[0] != ends[1]:
+            link, queue_s = self._channel(ends)
+            is_ahead = action.kind is Kind.F
+            num_bytes = self.activation_bytes[action.stage] if is_ahead else self.gradient_bytes[target.stage]
+            leaves_s = max(queue_s[0], end_s)
+            queue_s[0] = leaves_s + link.occupied_s(num_bytes)
+            arrival_s = queue_s[0] + link.latency_s
+            self.messages.append(Span(f"{action}->{target.stage}", action.stage, leaves_s, arrival_s))
+        self.arrivals_s[target] = arrival_s
+        self._go_on(ends[1])
 
     def _work(self) -> tuple[Span, ...]:
         """Set-ups, then updates."""
@@ -327,12 +284,10 @@ class _Simulation:
             before_s: float = 0
             after_s = max(self.free_s[worker], self.reduced_s[worker])
             for stage in self.schedule.stages_of(worker):
-                if self.setup_s:
-                    found.append(Span("setup", stage, before_s, before_s + self.setup_s[stage]))
-                    before_s = found[-1].end_s
-                if self.update_s:
-                    found.append(Span("update", stage, after_s, after_s + self.update_s[stage]))
-                    after_s = found[-1].end_s
+                found.append(Span("setup", stage, before_s, before_s + self.setup_s[stage]))
+                before_s = found[-1].end_s
+                found.append(Span("update", stage, after_s, after_s + self.update_s[stage]))
+                after_s = found[-1].end_s
         found.sort(key=attrgetter("name"))
         return tuple(span for span in found if span.duration_s)
 

@@ -1,8 +1,7 @@
 """What happened when: the common result of running a schedule and of replaying one.
 
-Measured and replayed steps must be comparable action by action, so both end in the same plain data: one event
-per action, in seconds from the start of the step. Makespan and bubble are read off it, and a
-record can keep it as plain data. Only the standard library is imported.
+Both end in the same plain data, comparable action by action: one event per action, in seconds from the start
+of the step. Makespan and bubble are read off it. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ class Event(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Anything else in a step that takes time: work of a stage ("setup", "update"), a message
-    ("0F1->1") on its way from `stage`, or one of its collectives ("gather 0", "reduce 0"), in seconds from
-    the start of the step.
+    """Anything else in a step that takes time: work of a stage ("setup", "update"), a message ("0F1->1") on
+    its way from `stage`, or one of its collectives ("gather 0", "reduce 0").
     """
 
     name: str
@@ -47,10 +45,9 @@ class Timeline:
     """The events of one step, ordered by start.
 
     `provenance` is "measured" or "replayed"; `devices` names the device of each stage; `conditions` says what
-    was held fixed (threads, pinned cores), so that a picture can be judged without its producer. `work` keeps
-    a stage busy like an action; `messages` occupy a link and no stage, and so do `collectives`: what a stage
-    gathers for its first forward, and the sums of its gradients over its replicas, for which the end of the
-    step waits. Each is empty where it is not known. `placement` is that of the schedule.
+    was held fixed (threads, pinned cores). `work` keeps a stage busy like an action; `messages` occupy a link
+    and no stage, and so do `collectives`: what a stage gathers for its first forward, and the sums of its
+    gradients over its replicas, for which the end of the step waits. `placement` is that of the schedule.
     """
 
     events: tuple[Event, ...]
@@ -77,8 +74,9 @@ class Timeline:
         ordered = sorted(events, key=lambda event: (event.start_s, event.action))
         origin_s = ordered[0].start_s if ordered else 0.0
         shifted = tuple(Event(a, start_s - origin_s, end_s - origin_s) for a, start_s, end_s in ordered)
-        where = tuple(devices), dict(conditions or {})
-        return cls(shifted, num_stages, provenance, *where, placement=placement)
+        return cls(
+            shifted, num_stages, provenance, tuple(devices), dict(conditions or {}), placement=placement
+        )
 
     @property
     def num_workers(self) -> int:
@@ -91,8 +89,8 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         """Seconds from the first start to the last end."""
-        ends_s = [event.end_s for event in self.events]
-        ends_s += [span.end_s for span in (*self.work, *self.collectives)]
+        spans = (*self.work, *self.collectives)
+        ends_s = [*[event.end_s for event in self.events], *[span.end_s for span in spans]]
         return max(ends_s, default=0.0)
 
     def of_stage(self, stage: int) -> tuple[Event, ...]:
@@ -140,24 +138,22 @@ class Timeline:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Timeline:
         """Reads what `to_data` made."""
+        names = ("work", "messages", "collectives")
+        spans = {name: tuple(Span(*span) for span in data.get(name, ())) for name in names}
         return cls(
-            tuple(Event(Action.parse(action), start_s, end_s) for action, start_s, end_s in data["events"]),
+            tuple(Event(Action.parse(action), *times_s) for action, *times_s in data["events"]),
             data["num_stages"],
             data["provenance"],
             tuple(data["devices"]),
             dict(data["conditions"]),
-            tuple(Span(*span) for span in data["work"]),
-            tuple(Span(*span) for span in data["messages"]),
-            tuple(data.get("placement", ())),
-            tuple(Span(*span) for span in data.get("collectives", ())),
+            placement=tuple(data.get("placement", ())),
+            **spans,
         )
 
 
 def draw(timeline: Timeline) -> str:
-    """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots.
-
-    A slot names kind and micro-batch, a dot is an idle slot; where a worker holds several stages, a slot
-    names the stage too, as in `2F0`::
+    """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots, with
+    dots where they are idle; where a worker holds several stages, a slot names the stage too, as in `2F0`::
 
         stage 0 | F0 F1 .  .  B1 B1 B0 B0
         stage 1 | .  F0 F1 B1 B1 B0 B0

@@ -1,7 +1,5 @@
 """What follows from a schedule's rows: who sends what to whom, what waits for what, in which order one
-process takes all actions, and whether they can run at all.
-
-Everything is derived and nothing is written by hand. Only the standard library is imported.
+process takes all actions, and whether they can run at all. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -25,10 +23,8 @@ class Transfer(NamedTuple):
 
 @derived
 def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
-    """Every message of a step, in the order in which the receiving workers need them.
-
-    Derived from the rows, never written by hand. A worker that holds both stages sends it to itself. Raises
-    ValueError for an action whose gradient no action sends.
+    """Every message of a step, in the order in which the receiving workers need them; also from a worker to
+    itself. `ValueError` for an action whose gradient no action sends.
     """
     gradient_source = {
         (action.stage, action.microbatch): action for action in schedule if action.kind in (Kind.B, Kind.I)
@@ -48,16 +44,19 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     return tuple(found)
 
 
+@derived
+def receivers(schedule: Schedule) -> dict[Action, Action]:
+    """The action that needs what another one sends, by that."""
+    return {message.source: message.target for message in transfers(schedule)}
+
+
 Channel = tuple[int, int, bool]
 """Source worker, target worker, and whether gradients travel or activations."""
 
 
 @derived
 def channels(schedule: Schedule) -> dict[Channel, list[Transfer]]:
-    """The messages from each worker to each other one, each direction for itself, in the order of need.
-
-    What a worker sends to itself travels nowhere and is left out.
-    """
+    """The messages from each worker to each other one, each direction for itself, in the order of need."""
     found: dict[Channel, list[Transfer]] = {}
     for transfer in transfers(schedule):
         source, target = schedule.worker(transfer.source.stage), schedule.worker(transfer.target.stage)
@@ -90,13 +89,10 @@ class Walk:
     """Where every worker is in its row: the one walk over the rows of a schedule.
 
     Every worker takes its row in order, and an action when all that it needs is done (`dependencies`). Which
-    of the workers that can go on does so is the reader's choice, and so is what an action waits for besides:
-    one process takes all actions in turn (`execution_order`), the rings of `edges` let all workers take one
-    where there is a buffer, the replay (`simulate`) when worker and message are there.
-
-    Args:
-        schedule: one whose rows are complete; they may wait for each other.
-        kinds: the kinds of actions that are taken; of a pass of forwards alone `(Kind.F,)`.
+    worker goes on first, and what an action waits for besides, is the reader's choice: one process takes all
+    actions in turn (`execution_order`), the rings of `edges` let all workers take one where there is a
+    buffer, the replay (`simulate`) when worker and message are there. Of a pass of forwards alone ``kinds``
+    are `(Kind.F,)`.
     """
 
     def __init__(self, schedule: Schedule, kinds: Collection[Kind] = tuple(Kind)) -> None:
@@ -143,12 +139,11 @@ class Walk:
 def execution_order(schedule: Schedule) -> tuple[Action, ...]:
     """The order in which a single process takes all actions: each row in its own order, dependencies first.
 
-    A message is consumed before another is produced where the rows allow it: next comes the worker that
-    received the last action's message, then the same worker if it has only recomputed, then the one that can
-    go on with the latest stage. So one stage's recomputed activations are alive at a time. `ValueError` names
-    the actions that wait for each other if the schedule deadlocks.
+    Next comes the worker that received the last action's message, then the same worker if it has only
+    recomputed, then the one that can go on with the latest stage: so one stage's recomputed activations are
+    alive at a time. `ValueError` names the actions that wait for each other if the schedule deadlocks.
     """
-    consumer = {transfer.source: schedule.worker(transfer.target.stage) for transfer in transfers(schedule)}
+    needed_by = receivers(schedule)
     last, worker = schedule.worker(schedule.num_stages - 1), schedule.worker(0)
     walk, order = Walk(schedule), list[Action]()
     for _ in schedule:
@@ -160,7 +155,10 @@ def execution_order(schedule: Schedule) -> tuple[Action, ...]:
         action = walk.take(worker)
         walk.finish(action)
         order.append(action)
-        worker = consumer.get(action, worker if action.kind is Kind.R else last)
+        if action in needed_by:
+            worker = schedule.worker(needed_by[action].stage)
+        elif action.kind is not Kind.R:
+            worker = last
     return tuple(order)
 
 
@@ -168,14 +166,10 @@ def execution_order(schedule: Schedule) -> tuple[Action, ...]:
 def validate(schedule: Schedule) -> None:
     """`ValueError` with the offending actions unless the schedule can be executed.
 
-    A schedule may come from a file or from a user's own function. A mistake in it would show as a gradient
-    that is missing or as processes that wait for each other, far from its cause.
-
     Checked: a placement of all stages on workers; a row per worker that holds only its own stages' actions;
     every micro-batch once forward and once backward (B, or I and W) on every stage, recomputed exactly where
     `remat` says so; messages of one direction between two workers leave in the order in which they are needed
-    (a channel is a queue, as in MPI and NCCL); and no deadlock when every worker takes its row in order. The
-    buffers that messages wait for are as many as a schedule needs, so that they add none.
+    (a channel is a queue, as in MPI and NCCL); and no deadlock when every worker takes its row in order.
     """
     _check_rows(schedule)
     _check_channels(schedule, "worker" if schedule.placement else "stage")
@@ -186,7 +180,7 @@ def _check_rows(schedule: Schedule) -> None:
     """`ValueError` unless the rows hold what `validate` asks for, in whatever order."""
     check_sizes(schedule.num_stages, schedule.num_microbatches, schedule.remat)
     if schedule.placement:
-        _check_placement(schedule.placement, schedule.num_stages)
+        check_placement(schedule.placement, schedule.num_stages)
     home = "worker" if schedule.placement else "stage"
     if len(schedule.actions) != schedule.num_workers:
         raise ValueError(
@@ -206,18 +200,12 @@ def _check_rows(schedule: Schedule) -> None:
             _check_stage(schedule, stage, Counter(schedule.row(stage)))
 
 
-def _check_placement(placement: tuple[int, ...], num_stages: int) -> None:
-    if len(placement) != num_stages:
+def check_placement(placement: tuple[int, ...], num_stages: int) -> None:
+    """`ValueError` unless it gives each stage a worker, and each worker a stage."""
+    if len(placement) != num_stages or {*placement} != set(range(len({*placement}))):
         raise ValueError(
-            f"the placement has {len(placement)} workers for {num_stages} stages; give the worker "
-            "of each stage"
-        )
-    if min(placement) < 0:
-        raise ValueError(f"the placement {placement} has worker {min(placement)}; workers count from 0")
-    idle = sorted(set(range(min(max(placement), len(placement)) + 1)) - set(placement))
-    if idle:
-        raise ValueError(
-            f"worker {idle[0]} holds no stage in the placement {placement}; workers count from 0 without gaps"
+            f"the placement {placement} does not give each of {num_stages} stages a worker and each worker a "
+            "stage; workers count from 0 without gaps"
         )
 
 

@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gpipe_bench.experiments.beyond.plan_steps import title
 from gpipe_bench.pipeline import Boundary, Pipeline, Profiler, grid_peak_bytes, launch, named, pipeline_memory
-from gpipe_bench.pipeline.memory.grids import Sharing, held_stage
+from gpipe_bench.pipeline.memory.grids import Sharing, shared_stage
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.tracker import StorageWatch
 from gpipe_bench.pipeline.memory.workers import shared_weights
 from gpipe_bench.pipeline.ranks import ends
@@ -230,7 +231,8 @@ def test_a_stage_that_others_hold_too(case: Shared, shared: list[tuple[list[int]
     copies = {"shards": 2} if case.zero else {"replicas": 2}
     sharing = Sharing(**copies, level=case.zero or 2, bucket_bytes=case.bucket_bytes)
     schedule = named(case.schedule, 1, case.num_microbatches, remat=case.remat)
-    (expected,) = grid_peak_bytes([held_stage(layers, loss, sharing)], schedule, case.optimizer)
+    held = shared_stage(stage_bytes(layers, loss), sharing)
+    (expected,) = grid_peak_bytes([held], schedule, case.optimizer)
     most = 1.25 if case.schedule == "zb-h1" else 1.005  # what waits for W is an upper estimate
     for of_stages, _ in shared:
         real = of_stages[STAGES.index(case)]

@@ -28,8 +28,8 @@ from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS
 from gpipe_bench.pipeline.memory.trace import LayerProfile, TensorSpec
 from gpipe_bench.pipeline.plan.partition import (
     Partition,
-    can_partition_by,
     cumulative_shares,
+    fills,
     partition_by,
 )
 
@@ -88,8 +88,7 @@ def test_arbitrary_stage_costs_equal_brute_force(
         max(stage_cost(stage.start, stage.stop) for stage in split)
         for split in all_splits(num_layers, num_stages)
     ]
-    fits = can_partition_by(stage_cost, num_layers, num_stages, cap=cap, floor=floor)
-    assert fits == (min(bottlenecks) <= cap)
+    assert not fills(stage_cost, num_stages, cap=cap, floor=floor) or found is not None
     if min(bottlenecks) > cap:
         assert found is None
     else:
@@ -105,8 +104,8 @@ def test_a_split_that_filling_to_the_brim_misses_is_found() -> None:
     def stage_cost(start: int, stop: int) -> int:
         return costs.get((start, stop), 99)
 
-    assert can_partition_by(stage_cost, 3, 2, cap=5)
-    assert not can_partition_by(stage_cost, 3, 2, cap=4)
+    assert partition_by(stage_cost, 3, 2, cap=5) == (range(1), range(1, 3))
+    assert partition_by(stage_cost, 3, 2, cap=4) is None
 
 
 def test_ties_fill_earlier_stages_first() -> None:

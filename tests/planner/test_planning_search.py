@@ -8,8 +8,16 @@ from itertools import combinations, pairwise, product
 import pytest
 from planning_models import costs_of, planned
 
-from gpipe_bench.pipeline import LINKS, Link, Transport, grid_peak_bytes, named, pipeline_memory
-from gpipe_bench.pipeline.memory.grids import Sharing, held_stage
+from gpipe_bench.pipeline import (
+    LINKS,
+    Link,
+    Transport,
+    bytes_of_stages,
+    grid_peak_bytes,
+    named,
+    pipeline_memory,
+)
+from gpipe_bench.pipeline.memory.grids import Sharing, shared_stage
 from gpipe_bench.pipeline.memory.workers import shared_weights
 from gpipe_bench.planner import Request, Space, link_named, link_within, plan
 from gpipe_bench.planner.candidate import Grid, Way
@@ -109,10 +117,7 @@ def test_on_a_grid_what_fits_fits_and_little_is_given_away(grid: Grid) -> None:
     found = search.found(way, Cut(cut, ("never", "always"), 1.0))
     profile = planned("tied").profile_of(2, "float32", split_backward=False)
     sharing = Sharing(grid.dp, grid.fsdp, grid.fsdp_level or 2)
-    stages = [
-        held_stage(profile.layers[:4], None, sharing),
-        held_stage(profile.layers[4:], profile.loss, sharing),
-    ]
+    stages = [shared_stage(each, sharing) for each in bytes_of_stages(*profile, cut)]
     schedule = named("1f1b", 2, 4, remat=("never", "always"))
     exact = grid_peak_bytes(stages, schedule, "adam", receive_ahead=Transport())
     for mine, least in zip(found.memory, exact, strict=True):

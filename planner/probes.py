@@ -31,9 +31,10 @@ operation that says nothing of their size. All of that is timed as it is:
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -52,14 +53,15 @@ from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event
 from gpipe_bench.pipeline.plan.walk import transfers
-from gpipe_bench.pipeline.stage.trees import split
+from gpipe_bench.pipeline.stage.trees import flatten, split
 from gpipe_bench.planner.costs import LEVELS, kinds_of
 from gpipe_bench.planner.model import Source
-from gpipe_bench.planner.timing import boundary_bytes, settle, time_step
 
 NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them
 ALONE = 2  # coarse stages where there is one process
 LEARNING_RATE = 1e-6
+COPIED_BYTES = 2**25
+CPU = torch.device("cpu")
 WAYS = (("gpipe", "always"), ("zb-h1", "never"))
 """Schedule and re-materialization of fine and coarse probes."""
 WHOLE_WAYS = (("1f1b", "always"), ("1f1b", "never"))
@@ -407,3 +409,74 @@ def _messages(
         for message in transfers(schedule)
         if free_s.get(message.target, -inf) < times[message.source].end_s
     ]
+
+
+# By the clock: a GPU runs behind the host and another process may still be busy, so both are waited for.
+
+
+def settle() -> None:
+    """Before steps are timed: what lives by now, torch itself for the most part, is no longer looked through
+    when garbage is collected between samples, which takes a quarter of a second each time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def time_step(
+    step: Callable[[], object] | None,
+    layers: Iterable[nn.Module],
+    *,
+    repeats: int = 1,
+    device: torch.device = CPU,
+) -> float:
+    """Seconds of one training step of `layers`, the mean of `repeats` in a row. It leaves their gradients.
+
+    What an earlier step left (gradients, garbage) is cleared first. All processes must call and begin
+    together; where `step` is None, this one only waits, which takes 0 s.
+    """
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+    gc.collect()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    if step is None:
+        return 0.0
+    devices.synchronize(device)
+    start_s = perf_counter()
+    for _ in range(repeats):
+        step()
+    devices.synchronize(device)
+    return (perf_counter() - start_s) / repeats
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a copy in memory, which is what a message between two processes of a host is."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    samples = []
+    for _ in range(6):
+        devices.synchronize(device)
+        start_s = perf_counter()
+        target.copy_(source)
+        devices.synchronize(device)
+        samples.append(perf_counter() - start_s)
+    return COPIED_BYTES / median(samples[1:])
+
+
+def boundary_bytes(layers: Sequence[nn.Module], microbatch: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes between each layer and the next: of distinct tensors, and of those that have a gradient."""
+    ahead, back = list[int](), list[int]()
+    was_training = [layer.training for layer in layers]
+    try:
+        for layer in layers:
+            layer.eval()  # must not move batch normalization's averages
+        with torch.no_grad():
+            for layer in layers[:-1]:
+                microbatch = layer(microbatch)
+                tensors = flatten(microbatch)[0]
+                ahead.append(sum(t.nbytes for t in tensors))
+                back.append(sum(t.nbytes for t in tensors if t.is_floating_point()))
+    finally:
+        for layer, training in zip(layers, was_training, strict=True):
+            layer.train(training)
+    return tuple(ahead), tuple(back)

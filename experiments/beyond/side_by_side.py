@@ -69,8 +69,8 @@ def take_turns(
     from torch import distributed as dist
 
     from gpipe_bench.pipeline.clock import conditions
-    from gpipe_bench.planner.timing import CPU, settle
-    from gpipe_bench.planner.timing import time_step as time_on
+    from gpipe_bench.planner.probes import CPU, settle
+    from gpipe_bench.planner.probes import time_step as time_on
 
     time_step = partial(time_on, device=device or CPU)
 

@@ -44,7 +44,7 @@ from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.failure import nccl_options
 from gpipe_bench.pipeline.stage.trees import split
-from gpipe_bench.planner.timing import boundary_bytes, copy_bandwidth, settle, time_step
+from gpipe_bench.planner.probes import boundary_bytes, copy_bandwidth, settle, time_step
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 ALONE, SHARED = "all stages in one process", "one stage per process"

@@ -1,16 +1,14 @@
 """One way to train: the grid of accelerators, the pipeline's stages and schedule, what is recomputed; and
 what a step of it takes.
 
-A `Way` is all of it but the cut. A `Candidate` has that, too: everything that is needed to run it, and
-nothing that follows from it. What follows is its `Prediction`.
-
-    dp 2 x fsdp 1 x tp 1 x 4 workers, 2 stages each, M = 8, interleaved      8 accelerators, 8 stages
+A `Way` is all of it but the cut. A `Candidate` has that, too: all that is needed to run it. What follows from
+it is its `Prediction`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
 from math import isfinite
@@ -39,9 +37,6 @@ class Grid:
         fsdp: replicas that share out what `fsdp_level` says; they count as replicas too
         fsdp_level: one of FSDP_LEVELS, 0 exactly where `fsdp` is 1
         tp: accelerators that compute one stage together
-
-    Raises:
-        ValueError: a level that does not go with `fsdp`.
     """
 
     pp: int
@@ -53,8 +48,7 @@ class Grid:
     def __post_init__(self) -> None:
         if self.fsdp_level not in FSDP_LEVELS or (self.fsdp == 1) != (self.fsdp_level == 0):
             raise ValueError(
-                f"fsdp {self.fsdp} with fsdp_level {self.fsdp_level}; give level 0 for one rank, 2 or 3 for "
-                "more"
+                f"fsdp {self.fsdp} with fsdp_level {self.fsdp_level}; give level 0 for one rank, else 2 or 3"
             )
 
     @property
@@ -112,21 +106,16 @@ class Way:
 
     def candidate(self, cut: Partition, remat: tuple[str, ...]) -> Candidate:
         """Completes the way with a cut and its recomputation."""
-        return Candidate(
-            **{each.name: getattr(self, each.name) for each in fields(Way)}, cut=cut, remat=remat
-        )
+        return Candidate(**{name: getattr(self, name) for name in Way.__slots__}, cut=cut, remat=remat)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate(Way):
-    """A way to train with its cut.
+    """A way to train with its cut; ValueError for a cut that is none or has another number of stages.
 
     Args:
         cut: the layers of each stage, all of them in their order
         remat: one of REMATS for each stage
-
-    Raises:
-        ValueError: a cut that is none or has another number of stages.
     """
 
     cut: Partition
@@ -158,7 +147,7 @@ class Candidate(Way):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A step of a candidate, predicted.
+    """A step of a candidate, predicted; ValueError for seconds that are no range, or not one peak per worker.
 
     Args:
         candidate: what is run
@@ -168,9 +157,6 @@ class Prediction:
         peak_when: the action of that peak, such as "2B0", or "optimizer"
         parts_s: where the step's time goes, in seconds of the step by reason; they add up to `step_s`
         provenance: by "layers", "links", "memory" and others: how it was found, and on what
-
-    Raises:
-        ValueError: seconds that are no range, or not one peak for each worker.
     """
 
     candidate: Candidate

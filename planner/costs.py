@@ -1,8 +1,7 @@
 """Seconds and bytes of every layer, and what a step takes beyond its layers: all that a prediction adds up.
 
-Whether they were measured on this machine or follow from an accelerator's peaks, costs have one form, so that
-one prediction serves both and each number keeps where it comes from. A layer's seconds are by the kind of the
-action and the size of the micro-batch:
+Measured on this machine or following from an accelerator's peaks, costs have one form. A layer's seconds are
+by the kind of the action and the size of the micro-batch:
 
     F   forward without a graph, whose micro-batch is recomputed     R   the recomputation
     G   forward that keeps its graph                                 B   backward; I and W its two halves
@@ -44,7 +43,7 @@ def inside(kind: str, remat: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeCosts:
-    """Costs of the layers for one micro-batch of one size.
+    """Costs of the layers for one micro-batch of one size; ValueError for negative or infinite ones.
 
     Args:
         layers_s: by kind, seconds of each layer; "B first" and "W first" where they differ, and as `inside`
@@ -57,9 +56,6 @@ class SizeCosts:
         gradient_bytes: the same for the way back
         ring_bytes: by layer, what goes once round the ranks that compute it together, ahead and back: a sum
             goes round twice, a gather once; two sums of the activations of every layer if not given
-
-    Raises:
-        ValueError: seconds or bytes that are negative or infinite.
     """
 
     layers_s: Mapping[str, Sequence[float]]
@@ -115,9 +111,8 @@ class SizeCosts:
         return {kind: list(accumulate(seconds, initial=0.0)) for kind, seconds in self.layers_s.items()}
 
     def seconds(self, kind: str, span: range) -> float:
-        """Seconds of an action of that kind on a stage of these layers. "B first" falls back to "B".
-
-        ValueError for a kind that was not timed.
+        """Seconds of an action on a stage of these layers; "B first" falls back to "B". ValueError for a kind
+        that was not timed.
         """
         plain = kind.removesuffix(FIRST)
         bare, _, remat = plain.partition(" ")
@@ -227,11 +222,9 @@ class Costs:
         return self.sum_link if link == self.link else None
 
     def shards(self, microbatch_size: int, shards: int, level: int, link: Link) -> ShardCosts | None:
-        """Returns the costs of `shards` shards at that ZeRO level over `link`. None if there is one shard,
-        if `link` is not the measured one, or if the level was not timed.
-
-        For a number of shards n that was not timed, the sent bytes follow the ring, (n - 1) / n of all
-        parameters; the optimizer's step is that of the timed shards, scaled down if the shards are smaller.
+        """Returns the costs of `shards` shards at that ZeRO level over `link`; None for one shard, or what
+        was not timed. For another number n of shards than the timed one, sent bytes follow the ring, (n - 1)
+        / n of all parameters, and the optimizer's step shrinks with the shards.
         """
         size = self.at(microbatch_size)
         timed, total = size.shards_s.get(level), sum(map(sum, self.parameter_bytes))
@@ -249,10 +242,8 @@ class Costs:
 
     def to_data(self) -> dict[str, Any]:
         """Returns the costs as plain data, without the profiles."""
-        found: dict[str, Any] = msgspec.to_builtins(
-            replace(self, profiles=None, variants=None), str_keys=True
-        )
-        return found
+        alone = replace(self, profiles=None, variants=None)
+        return dict(msgspec.to_builtins(alone, str_keys=True))
 
 
 def kinds_of(schedule: Schedule) -> dict[Action, str]:

@@ -4,9 +4,8 @@
     found.best.step_s, found.best.candidate, found.script()
 
 The layers are timed once, or laid under a roofline; then everything is searched, and the few that are left
-are laid out by the replay with their ranges and parts. `costs` may be given instead, such as those of a file.
-
-The best one is also a script that trains with it, and settings for other engines (`formats`).
+are laid out by the replay with their ranges and parts. The best one is also a script that trains with it, and
+settings for other engines (`formats`).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -65,8 +65,8 @@ class Plan:
         return self.written().text
 
     def as_run(self, form: str = "script") -> Prediction:
-        """Returns the best plan as a format of `formats.FORMATS` runs it, predicted again where that differs.
-        Raises ValueError, with what to ask instead, if the format can't run the plan or lacks memory for it.
+        """The best plan as a format of `formats.FORMATS` runs it, predicted again where that differs.
+        ValueError, with what to ask instead, if the format can't run the plan or lacks memory for it.
         """
         candidate, request = as_run(form, self.model, self.best.candidate, self.request)
         halves = [each.gathers_half(candidate.grid.fsdp) for each in (request, self.request)]
@@ -82,18 +82,16 @@ class Plan:
         return found
 
     def written(self, form: str = "script", name: str = NAME) -> Written:
-        """Writes the best plan in a format of `formats.FORMATS`, for a file `name`. Errors as in `as_run`."""
+        """The best plan in a format of `formats.FORMATS`, for a file `name`. Errors as in `as_run`."""
         return written(form, self.model, self.best.candidate, self.request, name)
 
     def forms(self) -> tuple[str, ...]:
         """The formats that can express the best plan."""
         found = []
         for form in FORMATS:
-            try:
+            with suppress(ValueError):
                 self.written(form)
-            except ValueError:
-                continue
-            found.append(form)
+                found.append(form)
         return tuple(found)
 
     def command(self, name: str = NAME) -> str:
@@ -116,9 +114,7 @@ class Plan:
             "between": request.between.name if request.between else None,
             "tried": self.tried,
             "skipped": self.skipped,
-            "plans": [
-                each.describe() | {"slower": each.step_s / self.best.step_s - 1} for each in self.predictions
-            ],
+            "plans": [e.describe() | {"slower": e.step_s / self.best.step_s - 1} for e in self.predictions],
             "command": self.command(),
             "cards": request.cards_per_host,
         }
@@ -135,7 +131,8 @@ def plan(
     shown_rounds: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Plan:
-    """The best ways to train `model` as `request` says.
+    """The best ways to train `model` as `request` says. ValueError where nothing fits or is to be tried, with
+    the smallest peak, where it is and what would help, or what cannot be divided; for an unknown accelerator.
 
     Args:
         model: as `model.model_of` builds it, for the request's mini-batch.
@@ -145,10 +142,6 @@ def plan(
         shown: ways to predict, of which the first is the plan.
         rounds, shown_rounds: of steps in which layers are timed, where they are; whether each is announced.
         progress: told how far it is.
-
-    Raises:
-        ValueError: nothing fits, or nothing is to be tried; the message says the smallest peak, where it is
-            and what would help, or what cannot be divided. An unknown accelerator.
     """
     model, given = as_on(model, request), space or Space()
     space = on_engine(model, request, given)
@@ -157,15 +150,13 @@ def plan(
         model.check_divisible(ranks)
     # Before layers are timed for minutes. Otherwise the search says whether there is a cut that fits.
     if costs is None and request.device_type == MEASURED:
-        known = smallest(model, request, space, request.usable_bytes)
-        if known is not None and known.peak > request.usable_bytes:
-            raise ValueError(_too_large(model, request, given))
+        least_that_fits(model, request, space, given)
     if costs is None:
         sizes = sizes_of(request, space, len(model.layers))
         progress("layers", 0, len(sizes))
         few = sizes[: bisect(sizes, False, key=lambda size: not _may_fit(model, request, space, size))]
         if not few:
-            raise ValueError(_too_large(model, request, given))
+            raise too_large(model, request, given)
         if request.device_type == MEASURED:
             from gpipe_bench.planner.measured import timed
 
@@ -177,11 +168,8 @@ def plan(
     search = Search(costs, as_measured(request, costs), space, model.ties_over, partial(progress, "ways"))
     found = search.run(max(KEPT, shown))
     if not found:  # the search looks at good cuts alone
-        least = smallest(model, request, space, request.usable_bytes)
-        if least is None or least.peak > request.usable_bytes:
-            raise ValueError(_too_large(model, request, given))
-        step_s = search.step_s(least.candidate)
-        found = (replace(least, step_s=step_s),)
+        least = least_that_fits(model, request, space, given)
+        found = (replace(least, step_s=search.step_s(least.candidate)),)
     best = sorted((predicted(each, search) for each in found), key=lambda each: (each.step_s, each.peak))
     return Plan(model, search.request, tuple(best[:shown]), search.tried, search.skipped, costs)
 
@@ -235,15 +223,23 @@ def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
     )
 
 
-def _too_large(model: Model, request: Request, space: Space) -> str:
+def least_that_fits(model: Model, request: Request, space: Space, given: Space) -> Found:
+    """A way that fits, without a cost; ValueError, saying what would help in the `given` space, for none."""
+    least = smallest(model, request, space, request.usable_bytes)
+    if least is None or least.peak > request.usable_bytes:
+        raise too_large(model, request, given)
+    return least
+
+
+def too_large(model: Model, request: Request, space: Space) -> ValueError:
+    """The error where nothing fits."""
     least = smallest(model, request, space)
     assert least is not None  # `check` has found ways
-    return nothing_fits(model, request, space, least)
+    return ValueError(nothing_fits(model, request, space, least))
 
 
-# The smallest peak there is, where it is, and what would help where that is still too much. For each grid the
-# cut whose fullest worker is smallest is looked for, at the smallest micro-batches, and the same for other
-# requests. No layer has to be timed for that. `plan --bytes` needs the same cut.
+# The smallest peak there is, and what would help where that is still too much: for each grid, the cut whose
+# fullest worker is smallest, at the smallest micro-batches. No layer has to be timed. So does `plan --bytes`.
 
 GIB = 2**30
 MOST_LAYERS = 256
@@ -275,9 +271,7 @@ def _is_here(request: Request) -> bool:
 
 def smallest(model: Model, request: Request, space: Space, enough: int = 0) -> Found | None:
     """The smallest peak of all ways, each with its smallest micro-batches, or the first of at most `enough`
-    bytes; None where there is no way.
-
-    Bytes are those that `plan` counts. Each way is cut evenly, the LOOKED_AT with the smallest peaks then
+    bytes; None where there is no way. Each way is cut evenly, the LOOKED_AT with the smallest peaks then
     better. Each worker recomputes what needs least of what the space allows.
     """
     space = on_engine(model, request, space)
@@ -305,17 +299,14 @@ def smallest(model: Model, request: Request, space: Space, enough: int = 0) -> F
 
 
 class _Cuts:
-    """The cuts of one way by their peaks: an even one, and better ones. Messages are counted of the last one
-    alone, which takes longer than all the rest.
+    """The cuts of one way by their peaks: an even one, and better ones. Only the last one's messages, which
+    take longest, are counted.
     """
 
     def __init__(self, room: Room, way: Way, remats: tuple[str, ...]) -> None:
         self.room, self.way, self.remats = room, way, remats
         self.homes = tuple(room.schedule.stages_of(worker) for worker in range(way.grid.pp))
-        held = [
-            4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes
-            for layer in room.layers
-        ]
+        held = [4 * e.parameter_bytes + e.first.kept_inside + e.outputs.num_bytes for e in room.layers]
         self.cut = partition(held, room.schedule.num_stages)
 
     def least(self, worker: int, stages: tuple[range, ...]) -> tuple[int, str]:
@@ -351,12 +342,11 @@ class _Cuts:
             while (moved := self._moved()) is not None:
                 self.cut = moved
             return
-        cut = filled(
-            lambda stage, start, stop: self.least(stage, (range(start, stop),))[0],
-            layers,
-            len(self.cut),
-            1e-9,
-        )
+
+        def peak(stage: int, start: int, stop: int) -> int:
+            return self.least(stage, (range(start, stop),))[0]
+
+        cut = filled(peak, layers, len(self.cut), 1e-9)
         self.cut = min(self.cut, cut or self.cut, key=lambda each: max(self.peaks(each)))
 
     def _moved(self) -> Partition | None:
@@ -376,11 +366,8 @@ def nothing_fits(model: Model, request: Request, space: Space, least: Found, *, 
     """One line: the smallest peak, where it is, and what would do. With `as_one` all accelerators are one
     pipeline, and stay one where there are more of them.
     """
-    needed = least.peak + request.held_back_bytes
-    helps = [
-        *_remedies(model, request, space, as_one),
-        f"--memory-gib {math.ceil(needed / GIB * 100) / 100:g}",
-    ]
+    needed = math.ceil((least.peak + request.held_back_bytes) / GIB * 100) / 100
+    helps = [*_remedies(model, request, space, as_one), f"--memory-gib {needed:g}"]
     there = f"{request.memory_bytes / GIB:g} GiB"
     if request.held_back_bytes:
         there += f", {request.held_back_bytes / GIB:g} of them held back (--reserve-gib)"

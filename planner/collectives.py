@@ -141,8 +141,7 @@ class Collectives:
         return tuple(replace(each, ready=1.0) for each in found) if near.sums else tuple(found)
 
     def _drained(self, span: range) -> list[tuple[Sequence[float], float]]:
-        """Gradients of layers as the last backward takes them, each with the share after which it has them.
-        """
+        """Gradients of layers in the last backward's order, with the share of it that has passed then."""
         seconds = self._layers_s["W" if self._split else "B"][span.start : span.stop]
         total = sum(seconds)
         layers, ends = self._gradients[span.start : span.stop], accumulate(reversed(seconds))

@@ -1,15 +1,12 @@
-"""Costs of a model as this machine takes them: its layers timed, or kept from when they were.
+"""Costs of a model as this machine takes them: its layers timed (`probes`).
 
-The layers are timed in as many processes as there are devices or cores, at the same time (`probes`). A stage
-takes less than its layers one by one, because each action costs something once: the first operations after
-another kind of work find cold caches, and the engine has its own. How much follows from the same layers timed
-as stages of their own and as K real stages, one in each process. With S(K) the seconds of all K stages in one
-kind of action:
+A stage takes less than its layers one by one, because each action costs something once: cold caches after
+another kind of work, and the engine's own. How much follows from the same layers timed as stages of their own
+and as K real stages, one in each process. With S(K) the seconds of all K stages in one kind of action:
 
     S(K) = work + K x action      so      action = (S(L) - S(K)) / (L - K)
 
-and a layer's own seconds are what was timed less `action`. Where that would be negative, layers are instead
-made longer to add up to the K stages, which wait for messages and find caches colder still.
+and a layer's own seconds are what was timed less `action`, scaled to add up to the K stages.
 """
 
 from __future__ import annotations
@@ -45,7 +42,8 @@ def timed(
     sharded: bool = True,
     shown: bool = False,
 ) -> Costs:
-    """Costs of a model at some of these micro-batch sizes, as this machine takes them.
+    """Costs of a model at some of these micro-batch sizes, as this machine takes them. ValueError for one's
+    own model without a loss, or in bfloat16, which are not timed; for no rounds.
 
     Args:
         model, request: what is asked
@@ -53,9 +51,6 @@ def timed(
         rounds: of probes
         sharded: whether parameters may be divided
         shown: whether somebody is told how far it is
-
-    Raises:
-        ValueError: one's own model without a loss, or in bfloat16, which are not timed; no rounds.
     """
     if rounds < 1:
         raise ValueError(f"--probe-rounds {rounds}: give 1 or more")
@@ -76,10 +71,12 @@ def timed(
     profiles = partial(model.profile_of, precision=request.precision)
     job = ProbeJob(source, tuple(few), rounds, request.optimizer, sharded=sharded, shown=shown)
     costs = measured(launch(_probe, processes, job), "this machine", profiles)
-    costs = replace(costs, sizes={n: each.with_blocks(model.blocks) for n, each in costs.sizes.items()})
     less = "" if processes == request.accelerators else f", of {request.accelerators} that are asked about"
-    more = {"processes": f"{processes} timed{less}"}
-    return replace(costs, provenance={**costs.provenance, **more})
+    return replace(
+        costs,
+        sizes={size: each.with_blocks(model.blocks) for size, each in costs.sizes.items()},
+        provenance={**costs.provenance, "processes": f"{processes} timed{less}"},
+    )
 
 
 def sizes_worth(sizes: Sequence[int], request: Request) -> list[int]:
@@ -173,12 +170,13 @@ def _by_kind(runs: Iterable[ProbeRun]) -> dict[str, float]:
     return _medians((action.kind, action.seconds) for run in runs for action in run.actions)
 
 
-def _by_stage(runs: Iterable[ProbeRun]) -> dict[str, tuple[float, ...]]:
+def _by_stage(runs: Iterable[ProbeRun]) -> dict[str, list[float]]:
     """Returns the median seconds of every stage, for each kind of action."""
-    medians = _medians(((a.kind, a.stage), a.seconds) for run in runs for a in run.actions)
-    stages = sorted({stage for _, stage in medians})
-    kinds = dict.fromkeys(kind for kind, _ in medians)
-    return {kind: tuple(medians[kind, stage] for stage in stages) for kind in kinds}
+    medians = _medians(((a.stage, a.kind), a.seconds) for run in runs for a in run.actions)
+    found: dict[str, list[float]] = defaultdict(list)
+    for (_, kind), seconds in sorted(medians.items()):
+        found[kind].append(seconds)
+    return found
 
 
 def _apart(
@@ -195,21 +193,16 @@ def _apart(
         together = sum(coarse[kind])
         if kind == plain:
             action_s[kind] = max(0.0, (sum(seconds) - together) / (len(seconds) - len(coarse[kind])))
-        layers_s[kind] = _adding_up(seconds, together, len(coarse[kind]), action_s[plain])
+        own = [max(0.0, each - action_s[plain]) for each in seconds]
+        total, wanted = sum(own), together - len(coarse[kind]) * action_s[plain]
+        scale = wanted / total if total > 0 and wanted > 0 else 1.0
+        layers_s[kind] = tuple(each * scale for each in own)
     return layers_s, action_s
 
 
-def _adding_up(seconds: Sequence[float], together: float, stages: int, action: float) -> tuple[float, ...]:
-    """Seconds of layers so that two stages take what they took: less an action each, then to scale."""
-    own = [max(0.0, each - action) for each in seconds]
-    total, wanted = sum(own), together - stages * action
-    scale = wanted / total if total > 0 and wanted > 0 else 1.0
-    return tuple(each * scale for each in own)
-
-
 def _link(messages: Iterable[tuple[float, float]], gap_s: float) -> Link:
-    """Returns the link that explains the messages' times: a latency, and a bandwidth if larger messages took
-    longer. The sender's own time is already part of the gap between two actions.
+    """Returns the link that explains the messages' times: a latency, beyond what is in the gap between two
+    actions, and a bandwidth if larger messages took longer.
     """
     points = sorted(_medians(messages).items())
     (small, short_s), (large, long_s) = points[0], points[-1]
@@ -222,8 +215,8 @@ def _link(messages: Iterable[tuple[float, float]], gap_s: float) -> Link:
 
 
 def _sum_link(replicas: Sequence[ProbeRun], processes: int, num_bytes: float, step_s: float) -> Link | None:
-    """The link on which the ring of all processes sums this model's gradients in the time that was measured;
-    None where they were no replicas.
+    """The link whose ring of all processes sums this model's gradients in the measured time; None where they
+    were no replicas.
     """
     if not replicas or not num_bytes:
         return None

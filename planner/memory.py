@@ -1,16 +1,13 @@
 """Whether stages fit: the bytes of every worker, for the thousands of cuts that a search looks at.
 
 The model is `pipeline.memory`: a worker's row walked with what its stages hold, and what a grid adds to it or
-shares out. Here each stage's footprint, each row and each answer is made once, whichever cut asks; stages of
-the same layers are one, wherever they stand. One thing is only known here:
+shares out. Here each stage's footprint, each row and each answer is made once, whichever cut asks. A tied
+weight has one state where one worker has all its layers; until a step ends a gradient of each of its uses is
+counted, which is more than there is, and where others have some, for a moment their gradient, too.
 
-    a tied weight    one with one state where one worker has all its layers; until a step ends a gradient of
-                     each of its uses is counted, which is more than there is; where others have some, for a
-                     moment their gradient, too
-
-A cut is looked for with one receive ahead (`alone`), where what a grid adds to the first forward or the last
-backward alone is counted at every moment of a step. What messages take is only known of all stages together:
-then the whole cut is `counted`.
+A cut is looked for with one receive ahead (`alone`), and what a grid adds to the first forward or the last
+backward counted at every moment of a step. What messages take is only known of all stages together: then the
+whole cut is `counted`.
 """
 
 from __future__ import annotations
@@ -47,9 +44,8 @@ LATELY = 64
 
 class Footprints:
     """Memory of the stages of one model at one micro-batch size. Each stage has a number; stages of the same
-    layers with the same recomputation inside share one.
-
-    `profile_of` gives the profiles with what blocks recompute inside, by its name.
+    layers with the same recomputation inside share one. `profile_of` gives the profiles by what blocks
+    recompute inside.
     """
 
     def __init__(self, profile_of: Callable[[str], ModelProfile]) -> None:
@@ -57,9 +53,9 @@ class Footprints:
         self.profile = self._profile_of("never")
         self._stages: list[tuple[range, ModelProfile]] = []  # the first of each number
         self._numbers: dict[tuple[object, ...], int] = {}
-        self.number, self.held = cache(self._number), cache(self._held)
+        self.number, self.between_steps = cache(self._number), cache(self._between_steps)
         self._whole = cache(self._whole_of)
-        self.between_steps = cache(self._between_steps)
+        self.held = cache(lambda number, sharing: shared_stage(self._whole(number), sharing))
 
     def _number(self, stage: range, remat: str) -> int:
         profile = self._profile_of(remat if remat in WRAPPED else "never")
@@ -68,10 +64,6 @@ class Footprints:
         if number == len(self._stages):
             self._stages.append((stage, profile))
         return number
-
-    def _held(self, number: int, sharing: Sharing) -> HeldStage:
-        """Returns the bytes that each process holds of a stage."""
-        return shared_stage(self._whole(number), sharing)
 
     def _whole_of(self, number: int) -> StageBytes:
         stage, (layers, loss) = self._stages[number]
@@ -103,10 +95,8 @@ class Room:
         self._transport = Transport(request.accelerated)
         self._every_tie = ties
         self.layers, self.schedule = footprints.profile.layers, rows.schedule
-        # How many replicas there are does not matter.
-        self._sharing = Sharing(
-            min(grid.dp, 2), grid.fsdp, grid.fsdp_level or 2, gathered_share=request.gathered_share
-        )
+        dp, level = min(grid.dp, 2), grid.fsdp_level or 2  # how many replicas there are does not matter
+        self._sharing = Sharing(dp, grid.fsdp, level, gathered_share=request.gathered_share)
         self._between_steps = footprints.between_steps(self._sharing, request.optimizer)
         self._all_ties = sum(map(self._beside, ties))
         # Peaks by worker, recomputation, the numbers of its stages and its ties.
@@ -136,8 +126,7 @@ class Room:
         peaks = grid_peak_bytes(every, whole, self._optimizer, receive_ahead=self._transport)
         where = places([each.rest for each in every], whole, self._transport)
         found = []
-        alone_of = self.alone(stages, remat)
-        for worker, (alone, peak) in enumerate(zip(alone_of, peaks, strict=True)):
+        for worker, (alone, peak) in enumerate(zip(self.alone(stages, remat), peaks, strict=True)):
             mine = self._rows.homes[worker]
             if received := self._received_bytes(tuple(stages[stage] for stage in mine)):
                 resting = [every[stage] for stage in mine]
@@ -165,10 +154,6 @@ class Room:
         """Lower bound of the fullest worker's bytes between steps, for any cut: an equal share."""
         return (self._between_steps[-1] - self._all_ties) // self.schedule.num_workers
 
-    def _held(self, stages: Stages, remat: Sequence[str]) -> list[HeldStage]:
-        numbers = map(self._footprints.number, stages, remat)
-        return [self._footprints.held(number, self._sharing) for number in numbers]
-
     def _fullest(self, worker: int, held: Sequence[HeldStage], remat: tuple[str, ...]) -> StageMemory:
         moments = self._rows.moments(worker, remat)
         again = {moment.step.action.stage for moment in moments if moment.step.recomputed}
@@ -187,24 +172,16 @@ class Room:
         self, stage: int, held: StageBytes, recomputes: bool = False, place: Place = NOWHERE
     ) -> Placed:
         return Placed(
-            held,
-            self._rule,
-            self.schedule.num_microbatches,
-            is_first=stage == 0,
-            recomputes=recomputes,
-            stays=self._rows.ahead > 0,
-            place=place,
-        )
+            held, self._rule, self.schedule.num_microbatches, is_first=stage == 0, recomputes=recomputes,
+            stays=self._rows.ahead > 0, place=place,
+        )  # fmt: skip
 
     def _summing(
         self, worker: int, held: Sequence[HeldStage], received: int, where: Sequence[Place] | None = None
     ) -> StageMemory:
         """A worker that has the gradients of all its uses of tied weights, and one from another owner."""
-        where = [NOWHERE] * len(held) if where is None else where
-        placed = {
-            stage: self._placed(stage, each.rest, place=place)
-            for stage, each, place in zip(self._rows.homes[worker], held, where, strict=True)
-        }
+        mine = zip(self._rows.homes[worker], held, where or [NOWHERE] * len(held), strict=True)
+        placed = {stage: self._placed(stage, each.rest, place=place) for stage, each, place in mine}
         summed = sum(each.rest.summed_gradient_bytes for each in held)
         return summing(Worker(placed), summed, self._sharing.part(received))
 
@@ -232,7 +209,8 @@ class Room:
 
     def _once(self, stages: Stages, remat: Sequence[str], ties: tuple[SharedWeight, ...]) -> list[HeldStage]:
         """The stages without the weights and states that the worker has already with an earlier layer."""
-        found = self._held(stages, remat)
+        numbers = map(self._footprints.number, stages, remat)
+        found = [self._footprints.held(number, self._sharing) for number in numbers]
         for tie in ties:
             for layer in tie.layers[1:]:
                 stage = next(index for index, each in enumerate(stages) if layer in each)
@@ -262,8 +240,7 @@ class Rooms:
         split: bool,
     ) -> None:
         self._profiles, self._request, self._ties_over, self._split = profiles, request, ties_over, split
-        self._footprints = cache(self._footprints_of)
-        self._rows = lru_cache(LATELY)(self._rows_of)
+        self._footprints, self._rows = cache(self._footprints_of), lru_cache(LATELY)(self._rows_of)
 
     def __call__(self, way: Way) -> Room:
         sharded, tp = self._request.gathers_half(way.grid.fsdp), way.grid.tp
@@ -287,8 +264,8 @@ class Rooms:
 
 
 class Rows:
-    """The rows of one schedule without recomputation as a search asks for their memory: walked once without
-    sizes, for hundreds of cuts, grids and micro-batch sizes. Receives are posted one ahead between workers.
+    """The rows of one schedule without recomputation as a search asks for their memory, walked once without
+    sizes. Receives are posted one ahead between workers.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -313,9 +290,7 @@ class Rows:
         return tuple(row)
 
     def _moments(self, worker: int, remat: tuple[str, ...]) -> tuple[Moment, ...]:
-        """The different moments of one worker. A long row repeats itself: hundreds of actions find the same
-        numbers of micro-batches as ones before.
-        """
+        """The different moments of one worker; in a long row hundreds of actions find the same numbers."""
         row = self._row(worker, remat)
         if len(remat) == 1:
             return tuple(map(Moment, steps(row, self.ahead)))

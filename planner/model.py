@@ -1,5 +1,5 @@
 """The models of `plan`: published shapes by name and one's own, built without memory; and where they come
-from, which a process that times them is sent, and builds for itself (`Source`).
+from (`Source`), which is sent to processes that time them.
 """
 
 from __future__ import annotations
@@ -49,16 +49,12 @@ PRODUCTS = [
 ]  # fmt: skip
 """Operations whose results a selective checkpoint keeps; a written script has their names."""
 DIVIDES = "a fifth value: a function of (layers, mesh) that divides the layers over a mesh's ranks, in place"
-"""Description of the function that makes a user's own model tensor parallel."""
-
-
 Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from, for a script that makes it again or a process that times it: equal layers in
-    every process with the same seed.
+    """Where a model comes from, for a script or a process that makes it again.
 
     Args:
         name: of the zoo, with its `options`; or `module:function`, which returns (layers, inputs, target,
@@ -145,10 +141,7 @@ class Model:
             return
         if self.by_megatron:
             block: Any = self.layers[1]
-            for what, number in (
-                ("heads", block.num_heads),
-                ("width", block.inner.out_features),
-            ):
+            for what, number in (("heads", block.num_heads), ("width", block.inner.out_features)):
                 if int(number) % ranks:
                     raise ValueError(
                         f"--tp {ranks}: {number} {what} of {self.name} are no multiple; leave --tp out"
@@ -187,12 +180,10 @@ class Model:
 
     @cached_property
     def blocks(self) -> frozenset[int]:
-        """The layers that a checkpoint is put around: those of the kind that most are of, or all if no kind
-        makes half of them.
-        """
-        (kind, count), *_ = Counter(map(type, self.layers)).most_common(1)
-        every = range(len(self.layers))
-        return frozenset(i for i in every if 2 * count < len(every) or type(self.layers[i]) is kind)
+        """The layers that a checkpoint is put around: the most common kind's, or all if that is no half."""
+        ((kind, count),) = Counter(map(type, self.layers)).most_common(1)
+        is_rare = 2 * count < len(self.layers)
+        return frozenset(i for i, layer in enumerate(self.layers) if is_rare or type(layer) is kind)
 
     @property
     def least_examples(self) -> int:
@@ -213,17 +204,17 @@ class Model:
         """The layers, with torch's checkpoint around the blocks where `remat` is one of WRAPPED."""
         if remat not in WRAPPED:
             return self.layers
-        found = [Checkpointed(e, remat) if i in self.blocks else e for i, e in enumerate(self.layers)]
-        return tuple(found)
+        return tuple(Checkpointed(e, remat) if i in self.blocks else e for i, e in enumerate(self.layers))
 
     def in_half(self) -> Model:
         """Returns a copy of the model with everything in bfloat16."""
         layers = tuple(copy.deepcopy(nn.ModuleList(self.layers)).to(torch.bfloat16))
         inputs, target = self.of_microbatch(self.batch_size, torch.bfloat16)
-        ties = shared_weights(layers)
-        return replace(
-            self, layers=layers, ties=ties, inputs=inputs, target=target, _profiles={}, _profilers={}
-        )
+        return self.changed(layers=layers, ties=shared_weights(layers), inputs=inputs, target=target)
+
+    def changed(self, **changes: Any) -> Model:
+        """Returns a copy with other fields, of which nothing is profiled yet."""
+        return replace(self, **changes, _profiles={}, _profilers={})
 
     def sequence_parallel(self, ranks: int) -> bool:
         """Whether `ranks` that compute a layer together also divide what lies between layers, by tokens."""
@@ -257,8 +248,7 @@ class Model:
             split_backward: also the two halves of backwards.
             tp: ranks that compute every layer together; the profile is that of one of them.
             remat: what blocks recompute inside, one of `candidate.WRAPPED`, or anything else for nothing.
-            sharded: parameters are gathered in 16 bits in mixed precision, where autocast would keep a copy
-                of them in each graph.
+            sharded: mixed precision gathers parameters in 16 bits; autocast would copy them in each graph.
         """
         remat = remat if remat in WRAPPED else "never"
         half = HALF.get(precision)
@@ -266,16 +256,11 @@ class Model:
         about = (microbatch_size, half, split_backward, self.attention, tp, read)
         if (remat, *about) not in self._profiles:
             with self.divided_over(tp, read) as divided:
-                profiler = self._profilers.setdefault(
-                    about,
-                    Profiler(
-                        None if read else half,
-                        attention=self.attention,
-                        number_format=read,
-                        split_backward=split_backward,
-                        ties_apart=True,
-                    ),
-                )
+                made = Profiler(
+                    None if read else half, attention=self.attention, number_format=read,
+                    split_backward=split_backward, ties_apart=True,
+                )  # fmt: skip
+                profiler = self._profilers.setdefault(about, made)
                 profiler.divided = divided
                 ends = self.of_microbatch(microbatch_size, read)
                 found = profiler.model(self.recomputing(remat), self.loss_fn, *ends)
@@ -295,13 +280,10 @@ class Model:
             yield partial(_of_a_rank, ranks=ranks, dtype=dtype)
             return
         if dist.is_initialized():
-            raise ValueError(
-                f"--tp {ranks} is planned with a group of its own: plan before processes join one"
-            )
+            raise ValueError(f"--tp {ranks} has a group of its own: plan before processes join one")
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         try:
             mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-
             sequence = self.sequence_parallel(ranks)
 
             def divided(layer: nn.Module) -> nn.Module:
@@ -339,9 +321,7 @@ class Checkpointed(nn.Module):
 
 
 def _of_a_rank(layer: nn.Module, ranks: int, dtype: torch.dtype | None) -> nn.Module:
-    """Returns one rank's part of a GPT-2 layer as Megatron divides it: some heads and columns, some words.
-    Norms, residuals and dropout are whole.
-    """
+    """One rank's part of a GPT-2 layer as Megatron divides it: some heads, columns and words; norms whole."""
     if isinstance(layer, Checkpointed):
         return Checkpointed(_of_a_rank(layer.layer, ranks, dtype), layer.remat)
     own = fake_copy(layer, dtype)
@@ -403,18 +383,11 @@ def model_of(
         found = _own(name)
         if batch_size is None:
             return found
-        return replace(
-            found,
-            inputs=resized(found.inputs, batch_size),
-            target=resized(found.target, batch_size),
-            _profiles={},
-            _profilers={},
-        )
+        inputs, target = found.of_microbatch(batch_size)
+        return found.changed(inputs=inputs, target=target)
     builder, options = SHAPES[name]
-    if num_layers is not None:
-        options = {**options, "num_layers": num_layers}
-    if seq_len is not None:
-        options = {**options, "seq_len": seq_len}
+    changed = {"num_layers": num_layers, "seq_len": seq_len}
+    options = options | {option: number for option, number in changed.items() if number is not None}
     return built(name, builder, options, batch_size or BATCH_SIZE)
 
 

@@ -1,27 +1,23 @@
 """Predicts a candidate's step: its real schedule laid out with the costs of its layers, and workers' peaks.
 
-Layers add up to stages, an action costs a little more once, messages take the link, the gradients of
-replicas are summed as their buckets leave, and the optimizer ends the step. What a replay of medians leaves
-out is that actions are never all at their median, and a pipeline waits for whichever is late: so a measured
-machine's jitter is drawn from the steps in which the layers were timed, and the step is the median of the
-draws:
+Actions are never all at their median, and a pipeline waits for whichever is late: so a measured machine's
+jitter is drawn from the steps in which the layers were timed. Without jitter the step is the replay itself:
 
     step_s = median over draws of replay(seconds of each action x how that action differed in one timed step)
-
-Of costs without jitter it is the replay itself. The bytes are those of the memory model over processes.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from functools import cache
 from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.pipeline.plan.links import FREE, Between, Link
+from gpipe_bench.pipeline.plan.links import FREE, Between, Bucket, Gather, Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -39,9 +35,8 @@ SEED = 1811
 
 
 class Layout:
-    """One candidate with its costs, ready to be laid out at any speed of its workers.
-
-    ValueError for a micro-batch size, a kind of action or a grid that the costs know nothing of.
+    """One candidate with its costs, ready to be laid out at any speed of its workers. ValueError for a
+    micro-batch size, a kind of action or a grid that the costs know nothing of.
     """
 
     def __init__(self, candidate: Candidate, costs: Costs, request: Request) -> None:
@@ -67,13 +62,9 @@ class Layout:
             )
         kinds = kinds_of(self.schedule)
         stages = list(zip(candidate.cut, candidate.remat, strict=True))
-        known = {
-            (stage, kind): times.action_s(kind, *stages[stage]) + costs.gap_s
-            for stage, kind in {(action.stage, kind) for action, kind in kinds.items()}
-        }
-        self.action_s = {action: known[action.stage, kind] for action, kind in kinds.items()}
+        action_s = cache(lambda stage, kind: times.action_s(kind, *stages[stage]) + costs.gap_s)
+        self.action_s: dict[Action, float] = {a: action_s(a.stage, kind) for a, kind in kinds.items()}
         self._stages = [times.stage(span.start, span.stop, remat) for span, remat in stages]
-        self._setup_s = [costs.step_s] + [0.0] * (candidate.num_stages - 1)
 
     def timeline(
         self, speeds: Sequence[float] | None = None, factors: dict[Action, float] | None = None
@@ -99,24 +90,17 @@ class Layout:
         found = []
         for _ in range(DRAWS):
             run = generator.choice(self.costs.jitter)
-            factors = {
-                action: generator.choice(run[self.schedule.worker(action.stage) % len(run)])
-                for action in self.schedule
-            }
+            rows = (run[self.schedule.worker(action.stage) % len(run)] for action in self.schedule)
+            factors = dict(zip(self.schedule, map(generator.choice, rows), strict=True))
             found.append(float(self.timeline(factors=factors).makespan_s))
         return sorted(found)
 
     def parts_s(self, step_s: float) -> dict[str, float]:
         """Where the time goes, in seconds of the step by reason; what only jitter explains is one of them."""
-        split = breakdown(
-            self.schedule,
-            self.action_s.__getitem__,
-            self.topology.between,
-            **self._rest([1.0] * self.schedule.num_workers),
-        )
+        rest, action_s = self._rest([1.0] * self.schedule.num_workers), self.action_s.__getitem__
+        split = breakdown(self.schedule, action_s, self.topology.between, **rest)
         parts = {part: float(share) * split.makespan_s for part, share in split.shares.items()}
-        parts["jitter"] = step_s - sum(parts.values())
-        return parts
+        return parts | {"jitter": step_s - sum(parts.values())}
 
     def _rest(self, slower: Sequence[float]) -> dict[str, Any]:
         """Returns the arguments of the replay other than the actions."""
@@ -124,7 +108,7 @@ class Layout:
         worker = [slower[schedule.worker(stage)] for stage in range(schedule.num_stages)]
         ends = [span.stop - 1 for span in candidate.cut[:-1]]
         found: dict[str, Any] = {
-            "setup_s": [a * b for a, b in zip(self._setup_s, worker, strict=True)],
+            "setup_s": [self.costs.step_s * worker[0], *[0.0] * (schedule.num_stages - 1)],
             "update_s": [each.after_s * b for each, b in zip(self._stages, worker, strict=True)],
         }
         if self.at.activation_bytes:
@@ -145,24 +129,25 @@ class Layout:
 
 
 def predict(candidate: Candidate, costs: Costs, request: Request, *, parts: bool = True) -> Prediction:
-    """Seconds of a step with their range, bytes of every worker, and where each number comes from.
+    """Seconds of a step with their range, bytes of every worker, and where each number comes from. The range
+    holds 95 % of the drawn steps, and what the costs do not know of themselves. ValueError as of `Layout`.
 
     Args:
         candidate: complete
         costs: of the micro-batch size that follows from it; without `profiles` there are no bytes, 0 each
         request: machines, mini-batch, optimizer
         parts: whether to say where the time goes, too
-
-    The range holds 95 % of the drawn steps, and what the costs do not know of themselves.
-
-    Raises:
-        ValueError: costs that know nothing of the size, of a kind of action or of the grid.
     """
     layout = Layout(candidate, costs, request)
     drawn = layout.drawn_s()
     step_s = median(drawn)
     edge = round(0.025 * (len(drawn) - 1))
-    held = _held(layout, request) if costs.profiles is not None else ()
+    held: tuple[StageMemory, ...] = ()
+    if costs.profiles is not None:
+        from gpipe_bench.planner.memory import Rooms
+
+        room = Rooms(layout.costs.profiles, request, lambda tp: (), split=candidate.splits)(candidate)
+        held = room.counted(candidate.cut, candidate.remat)
     workers = candidate.grid.pp
     return Prediction(
         candidate=candidate,
@@ -178,19 +163,10 @@ def predict(candidate: Candidate, costs: Costs, request: Request, *, parts: bool
     )
 
 
-def _held(layout: Layout, request: Request) -> tuple[StageMemory, ...]:
-    """The fullest moment of each worker."""
-    from gpipe_bench.planner.memory import Rooms
-
-    each, costs = layout.candidate, layout.costs
-    room = Rooms(costs.profiles, request, lambda tp: (), split=each.splits)(each)
-    return room.counted(each.cut, each.remat)
-
-
-# Where the time of a step goes: every device-second of workers x makespan has one reason. Idle time carries
-# no label: a stage may wait for a slow link, for a fuller stage, or because any pipeline fills and drains.
-# So the same step is laid out again under circumstances that lack one reason at a time, and the difference
-# is what that reason costs (the paper's overhead breakdown, v1 Figure 4, v5 section 3.1):
+# Where the time of a step goes: every device-second of workers x makespan has one reason. A stage may wait
+# for a slow link, for a fuller stage, or because any pipeline fills and drains: so the same step is laid out
+# again under circumstances that lack one reason at a time, and the difference is what that reason costs (the
+# paper's overhead breakdown, v1 Figure 4, v5 section 3.1):
 #
 #     the step itself      - what its actions, its weight update and its set-up fill is known
 #     with a free link     - the difference is communication
@@ -212,10 +188,8 @@ COLLECTIVES = "collectives"
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Device-seconds of one step by reason, exact; `seconds` has an entry for each of PARTS, and
-    for COLLECTIVES where the step has any.
-
-    `timeline` is the step that was taken apart.
+    """Device-seconds of one step by reason, exact; `seconds` has an entry for each of PARTS, and for
+    COLLECTIVES where the step has any. `timeline` is the step that was taken apart.
     """
 
     seconds: dict[str, Fraction]
@@ -238,33 +212,20 @@ def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, *
     are those of `replay`.
     """
     timeline = replay(schedule, action_s, link, **beside)  # which refuses what cannot be
-    duration_s, waits_s = duration_of(action_s), beside.pop("collective_s", None)
-    work: dict[Action, Any] = {action: Fraction(duration_s(action)) for action in schedule}
-    ends: dict[str, Any] = {n: [*map(Fraction, beside.pop(n, ()))] for n in ("setup_s", "update_s")}
-    setup, update = ends.values()
-    grid: dict[str, Any] = {
-        name: [
-            [type(one)(*(Fraction(getattr(one, field)) for field in one.__slots__)) for one in each]
-            for each in beside.pop(name)
-        ]
-        for name in ("gathers", "reductions")
-        if beside.get(name)
-    }
-    if waits_s is not None:
-        inside_s = duration_of(waits_s)
-        grid["collective_s"] = {action: Fraction(inside_s(action)) for action in schedule}
-    for name in ("activation_bytes", "gradient_bytes"):
-        beside[name] = [*map(Fraction, beside.get(name, ()))]
+    if (waits_s := beside.pop("collective_s", None)) is not None:
+        beside["collective_s"] = dict(zip(schedule, map(duration_of(waits_s), schedule), strict=True))
+    work = _exact(dict(zip(schedule, map(duration_of(action_s), schedule), strict=True)))
+    beside = _exact(beside)
+    setup, update = (beside.pop(name, []) for name in ("setup_s", "update_s"))
+    grid = {n: beside.pop(n) for n in ("gathers", "reductions", "collective_s") if beside.get(n)}
 
     def lay_out(
         actions: Mapping[Action, Any], through: Between, before: Any, after: Any, **more: Any
     ) -> Timeline:
-        """Lays the step out with times that are exact fractions, whatever types `replay` declares."""
-        return replay(
-            schedule, actions.__getitem__, through, setup_s=before, update_s=after, **beside, **more
-        )
+        ends = {"setup_s": before, "update_s": after}
+        return replay(schedule, actions.__getitem__, through, **ends, **beside, **more)
 
-    step = lay_out(work, _exact_link(link), setup, update, **grid)
+    step = lay_out(work, _exact(link), setup, update, **grid)
     free = lay_out(work, FREE, setup, update, **grid)
     alone = lay_out(work, FREE, setup, update) if grid else free
     ready = lay_out(work, FREE, (), update)
@@ -298,8 +259,8 @@ def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, *
 
 
 def even_stages(work: Mapping[Action, float], schedule: Schedule) -> dict[Action, float]:
-    """Spreads the same total work evenly: the same kind of work on a micro-batch takes every worker equally
-    long, and each of a worker's stages as long as its others.
+    """Spreads the same total work evenly: a kind of work on a micro-batch takes every worker equally long,
+    and each of a worker's stages as long as its others.
     """
     alike: dict[tuple[Kind, int], list[Action]] = {}
     for action in work:
@@ -321,14 +282,17 @@ def _lost(to: Timeline, instead: Timeline, idle: Fraction, known: Fraction = Fra
     return min(max(longer - known, Fraction(0)), idle)
 
 
-def _exact_link(given: Between) -> Between:
-    if not isinstance(given, Link):
-        return lambda a, b: _exact_link(given(a, b))  # type: ignore[return-value]  # of one link it is one
-    if given == FREE:
-        return given
-    latency_s, bandwidth = given.latency_s, given.bandwidth_bytes_per_s
-    exact: Any = [Fraction(latency_s), bandwidth if bandwidth == inf else Fraction(bandwidth)]
-    return replace(given, latency_s=exact[0], bandwidth_bytes_per_s=exact[1])
+def _exact(value: Any) -> Any:
+    """The same in fractions: numbers, also in mappings, sequences, links, gathers and buckets."""
+    if isinstance(value, Link | Gather | Bucket):
+        return replace(value, **{each.name: _exact(getattr(value, each.name)) for each in fields(value)})
+    if isinstance(value, Mapping):
+        return {key: _exact(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_exact, value)]
+    if callable(value):
+        return lambda *workers: _exact(value(*workers))
+    return value if isinstance(value, str | bool) or value == inf else Fraction(value)
 
 
 def _total(values: Iterable[float]) -> Fraction:

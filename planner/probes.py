@@ -8,25 +8,16 @@ steps of three micro-batches of every size, in ways that together have every kin
                                                        between actions, messages, the ends of a step
     whole     in each process, all layers one stage    what replicas take, and the sum of their gradients
 
-Nothing is fitted to steps: seconds of a step are used for nothing but its ends. The clock of a core is not to
-be trusted: on a shared machine it may run at half its speed a minute later. So before and after each of these
-steps the same reference step is taken, and what lies between two of them counts in units of it, at the
-reference's median speed.
+Nothing is fitted to steps: seconds of a step are used for nothing but its ends. A shared machine may run at
+half its speed a minute later, so before and after each step the same reference step is taken, and seconds
+count at the reference's median speed.
 
-A stage of all layers takes longer than its layers add up to, and longer than stages of some of them say: the
-more there is between two uses of a weight or a gradient, the less of it is still near. And replicas sum over
-another way than messages take, with the cores that compute, parameter by parameter:
+A stage of all layers takes longer than its layers add up to, since less of a weight is still near at its next
+use. Replicas sum with the cores that compute, parameter by parameter; those that hold parts of the parameters
+(fsdp) take the same steps at both levels, on layers of their own, with torch's hooks around every layer:
 
-    F0 B0 F1 B1 F2 B2=====       B0 makes gradients, B1 adds to them,
-                     sums        B2 adds and has the sums inside and behind it: what is longer than B1
-
-Those that hold parts of the parameters (fsdp) take the same steps at both levels, on layers of their own.
-torch's hooks around every layer make each pass longer, gathers and scatters of single layers stand in it
-(ZeRO-3) or in the first and the last one (ZeRO-2), and the optimizer's step of parts has a cost for each
-operation that says nothing of their size. All of that is timed as it is:
-
-    F0 B0 F1 B1 F2 B2=====       F1, B1: a pass with its hooks, and of ZeRO-3 with its gathers and scatters
-    ==                sums       once in a step: F0 over F1, B2 over B1, and what lies around all of them
+    F0 B0 F1 B1 F2 B2=====       B0 makes gradients, B1 adds to them; F1, B1: a pass as it is, of ZeRO-3 with
+    ==                sums       gathers and scatters. Once in a step: F0 over F1, B2 over B1, the ends
 """
 
 from __future__ import annotations
@@ -50,7 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event
 from gpipe_bench.pipeline.plan.walk import transfers
 from gpipe_bench.pipeline.stage.trees import flatten, split
@@ -87,7 +78,7 @@ class ProbeJob(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """One action of a probe. `seconds` are at the reference's median speed."""
+    """One action of a probe."""
 
     stage: int
     kind: str
@@ -186,8 +177,8 @@ class Bench:
         over: Mapping[str, Any] | None = None,
         layers: Sequence[nn.Module] | None = None,
     ) -> tuple[Pipeline, Callable[[], object]]:
-        """A pipeline of the layers, or of these, and its step, `over` a group or a mesh of processes, as
-        `Pipeline` has them; in this one alone if not given. Each replica has a mini-batch of its own.
+        """A pipeline of the layers, or of these, and its step; `over` what arguments of `Pipeline` say, in
+        this process alone if not given. Each replica has a mini-batch of its own.
         """
         number = schedule.num_microbatches
         pipeline = Pipeline(
@@ -232,9 +223,7 @@ class _Probe(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step by the clock: the number of the reference before it, events of this process, and of all where
-    they share it.
-    """
+    """A step by the clock: the number of the reference before it, events of this process, and of all."""
 
     before: int
     wall_s: float
@@ -310,9 +299,7 @@ def _coarse(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[f
 
 
 def _whole(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[float]) -> Iterator[_Probe]:
-    """Yields probes with all layers, or a shard of all of them, in every process. The processes are replicas
-    of each other.
-    """
+    """Yields probes with all layers, or a shard of each, in every process; all are replicas."""
     if bench.processes == 1 or bench.device.type != "cpu":
         return
     cut = (range(len(cost)),)
@@ -365,11 +352,9 @@ def run_of(number: int, each: Any, step: Step, speed: float) -> ProbeRun:
             forward_s = median(event.duration_s for event in events if event.action.kind is Kind.F)
             beyond_s += first.duration_s - forward_s
     elif step.everyone:
-        gaps = [
-            after.start_s - event.end_s
-            for event, after in pairwise(events)
-            if not _receives(after.action, schedule.num_stages - 1)
-        ]
+        receivers = {message.target for message in transfers(schedule)}
+        pairs = [pair for pair in pairwise(events) if pair[1].action not in receivers]
+        gaps = [after.start_s - event.end_s for event, after in pairs]
         messages = _messages(schedule, step.everyone, each.boundary_bytes)
     else:
         beyond_s = 0.0
@@ -386,37 +371,26 @@ def run_of(number: int, each: Any, step: Step, speed: float) -> ProbeRun:
     )
 
 
-def _receives(action: Action, last: int) -> bool:
-    """Whether an action waits for another stage."""
-    if action.kind is Kind.F:
-        return action.stage > 0
-    return action.kind in (Kind.B, Kind.I) and action.stage < last
-
-
 def _messages(
     schedule: Schedule, events: Sequence[Event], boundary_bytes: Sequence[float]
 ) -> list[tuple[float, float]]:
     """Bytes and seconds of the messages whose receivers were waiting when they were sent."""
-    times = {event.action: event for event in events}
-    free_s = {
-        after: times[before].end_s for row in schedule.actions for before, after in pairwise(row)
-    }  # when the worker could have begun
-    return [
-        (
-            boundary_bytes[min(message.source.stage, message.target.stage)],
-            times[message.target].start_s - times[message.source].end_s,
-        )
-        for message in transfers(schedule)
-        if free_s.get(message.target, -inf) < times[message.source].end_s
-    ]
+    times, found = {event.action: event for event in events}, []
+    pairs = (pair for row in schedule.actions for pair in pairwise(row))
+    free_s = {after: times[before].end_s for before, after in pairs}  # when the worker could have begun
+    for source, target in transfers(schedule):
+        sent_s = times[source].end_s
+        if free_s.get(target, -inf) < sent_s:
+            found.append((boundary_bytes[min(source.stage, target.stage)], times[target].start_s - sent_s))
+    return found
 
 
 # By the clock: a GPU runs behind the host and another process may still be busy, so both are waited for.
 
 
 def settle() -> None:
-    """Before steps are timed: what lives by now, torch itself for the most part, is no longer looked through
-    when garbage is collected between samples, which takes a quarter of a second each time.
+    """Before steps are timed: spares collections between samples what lives by now, a quarter of a second
+    each.
     """
     gc.collect()
     gc.freeze()

@@ -1,14 +1,14 @@
 """The request for a plan: machines and the links between them, how the model is to be trained, and what
 a plan may choose (`Space`). The module `candidate` holds one choice of all, with its costs.
 
-"nvlink" and "infiniband" are generations of links; which one is meant follows from the accelerator. Ranks are
-counted as the plan's mesh has them, the pipeline outermost and tensor parallelism innermost:
+Ranks are counted as the plan's mesh has them, the pipeline outermost and tensor parallelism innermost, so
+what sends most is nearest:
 
     2 hosts of 4, mesh pp 2 x dp 2 x tp 2     host 0: pp 0, all of dp and tp     host 1: pp 1
 
-so what sends most is nearest. A host has `cards` network cards. A ring of ranks that lie on several hosts
-uses all of them at a time (NCCL's rails), unless other rings pass the same hosts: with tp 8 there are eight
-rings of fsdp, and each has one of eight cards. Only the standard library and `pipeline.plan` are imported.
+A ring of ranks over several hosts uses all network cards of a host at a time (NCCL's rails), unless other
+rings pass the same hosts: with tp 8 there are eight rings of fsdp, and each has one of eight cards. Only the
+standard library and `pipeline.plan` are imported.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ MEASURED = "measured"
 """The device type of a plan for the device that this machine has, on which the layers are timed."""
 
 RESERVED_BYTES = 3 * 2**29
-"""1.5 GiB of an accelerator for what a process holds beside tensors: the device's context and loaded kernels
-(1 to 2 GB, 1.3 of them measured on a V100: Hugging Face, "Model training anatomy"), workspaces of matrix
-products (32 MiB a stream on an H100) and buffers of collectives. The allocator's fragments may need more.
+"""1.5 GiB of an accelerator for what a process holds beside tensors: context and loaded kernels (1 to 2 GB,
+1.3 of them measured on a V100: Hugging Face, "Model training anatomy"), workspaces of products (32 MiB a
+stream on an H100), buffers of collectives. The allocator's fragments may need more.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Machines and a way to train.
+    """Machines and a way to train. ValueError for a number below 1, hosts that do not divide the accelerators
+    or have nothing between them, an unknown optimizer or precision, or as much held back as there is.
 
     Args:
         accelerators: all of them, on all hosts
@@ -63,11 +64,6 @@ class Request:
         autocast: shards are gathered in 32 bits and cast by autocast, as on this engine; not in 16 bits, as
             FSDP's mixed precision does
         cards: network cards of a host; None for one for each accelerator where NVLink connects them, else 1
-
-    Raises:
-        ValueError: a number below 1, hosts that do not divide the accelerators or have nothing between them,
-            an unknown optimizer or precision, or
-            as much held back as there is.
     """
 
     accelerators: int
@@ -85,16 +81,10 @@ class Request:
     cards: int | None = None
 
     def __post_init__(self) -> None:
-        counts = {
-            "accelerators": self.accelerators,
-            "memory_bytes": self.memory_bytes,
-            "batch_size": self.batch_size,
-            "hosts": self.hosts,
-            "cards": self.cards_per_host,
-        }
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name} is {count}; give 1 or more")
+        for name in ("accelerators", "memory_bytes", "batch_size", "hosts", "cards_per_host"):
+            if getattr(self, name) < 1:
+                given = name.removesuffix("_per_host")
+                raise ValueError(f"{given} is {getattr(self, name)}; give 1 or more")
         if self.accelerators % self.hosts:
             raise ValueError(
                 f"{self.accelerators} accelerators cannot be spread evenly over {self.hosts} hosts; give a "
@@ -174,9 +164,8 @@ _GENERATIONS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
 
 
 def link_named(name: str, device_type: str = "") -> Link:
-    """The preset of that name, or the generation of it that goes with an accelerator.
-
-    `ValueError` for a name that neither is, or an accelerator that has none of it.
+    """The preset of that name, or the generation of it that goes with an accelerator. `ValueError` for a name
+    that neither is, or an accelerator that has none of it.
     """
     if name in LINKS:
         return LINKS[name]
@@ -192,7 +181,6 @@ def link_named(name: str, device_type: str = "") -> Link:
 
 def link_within(device_type: str) -> Link:
     """Returns the default link between the accelerators of a host: NVLink where the card has it, else PCIe.
-
     `ValueError` for TPUs, whose interconnect is no preset.
     """
     if device_type.lower().startswith("tpu"):
@@ -252,9 +240,7 @@ class Topology:
         return prod(getattr(self.grid, each) for each in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
 
     def _by_cards(self, link: Link, together: int) -> Link:
-        """A link between hosts, as seen by one of `together` ranks that send at the same time: the ranks of a
-        host share its network cards evenly, and one that sends alone has them all.
-        """
+        """A link between hosts, as seen by one of `together` ranks that share a host's network cards."""
         share = self.request.cards_per_host / min(together, self.request.per_host)
         if link is not self.request.between or share == 1:
             return link
@@ -268,10 +254,9 @@ class Topology:
         return min(links, key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s, link.name))
 
 
-# What may be chosen: grids, schedules, numbers of micro-batches. The accelerators are divided in every way
-# into pipelines, replicas and those that share a layer. Only this module leaves out what is never sensible:
-# naive pipelines; with one worker, all schedules but 1F1B (gradient accumulation); split backwards where
-# parameters are resharded between actions.
+# What may be chosen: grids, schedules, numbers of micro-batches. Only here is left out what is never
+# sensible: naive pipelines; with one worker, all schedules but 1F1B (gradient accumulation); split backwards
+# where parameters are resharded between actions.
 
 MOST_ACTIONS = 200_000
 """Most actions of a schedule that is tried; longer schedules differ from shorter ones by their ends only."""
@@ -280,6 +265,7 @@ MOST_ACTIONS = 200_000
 @dataclass(frozen=True, kw_only=True)
 class Space:
     """Limits to what is tried; by default there are none but on tensor parallelism, which needs a plan.
+    ValueError for an unknown schedule or `remat`.
 
     Args:
         schedules: names of `pipeline.plan.named.NAMED`
@@ -291,9 +277,6 @@ class Space:
         sharded: whether parameters may be sharded (fsdp)
         sharded_stages: whether those of a pipeline's stages may be, too
         fewer: whether a plan may use only some of the hosts, or only a part of one
-
-    Raises:
-        ValueError: an unknown schedule or `remat`.
     """
 
     schedules: tuple[str, ...] = tuple(name for name in NAMED if name != "naive")
@@ -308,14 +291,11 @@ class Space:
     fewer: bool = True
 
     def __post_init__(self) -> None:
-        for known, given, what in (
-            (NAMED, self.schedules, "schedule"),
-            (REMATS, self.remats, "re-materialization"),
-        ):
-            for name in given:
-                if name not in known:
-                    close = suggestion(name, known)
-                    raise ValueError(f"unknown {what} {name!r}{close}; known: {', '.join(known)}")
+        kinds = ((NAMED, self.schedules, "schedule"), (REMATS, self.remats, "re-materialization"))
+        for known, given, what in kinds:
+            for name in (each for each in given if each not in known):
+                close = suggestion(name, known)
+                raise ValueError(f"unknown {what} {name!r}{close}; known: {', '.join(known)}")
 
 
 def divisors(number: int) -> list[int]:
@@ -337,9 +317,8 @@ def grids(request: Request, space: Space) -> Iterator[Grid]:
                     continue
                 replicas = number // tp // pp
                 yield Grid(pp, replicas, tp=tp)
-                for shards in (
-                    divisors(replicas)[1:] if space.sharded and (pp == 1 or space.sharded_stages) else ()
-                ):
+                sharded = space.sharded and (pp == 1 or space.sharded_stages)
+                for shards in divisors(replicas)[1:] if sharded else ():
                     yield from (Grid(pp, replicas // shards, shards, level, tp) for level in (2, 3))
 
 
@@ -353,11 +332,9 @@ def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
             if grid.pp * per_worker > num_layers:
                 continue
             for count in divisors(share):
-                if space.microbatches is not None and count not in space.microbatches:
-                    continue
-                if share // count < space.least_examples:
-                    continue
-                if 3 * grid.pp * per_worker * count <= MOST_ACTIONS:
+                asked = space.microbatches is None or count in space.microbatches
+                short = 3 * grid.pp * per_worker * count <= MOST_ACTIONS
+                if asked and short and share // count >= space.least_examples:
                     yield Way(grid, name, per_worker, count, share // count)
 
 
@@ -378,10 +355,8 @@ def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str
         yield from [("1f1b" if "1f1b" in plain else name, 1) for name in plain[:1]]
         return
     for name in space.schedules:
-        if splits(name) and (grid.fsdp_level == 3 or request.compiled):
-            continue
-        fixed = NAMED[name].stages_per_worker
-        yield from ((name, each) for each in ((2,) if fixed is None else (fixed,)))
+        if not (splits(name) and (grid.fsdp_level == 3 or request.compiled)):
+            yield name, NAMED[name].stages_per_worker or 2
 
 
 def check(request: Request, space: Space, num_layers: int) -> None:
@@ -390,14 +365,11 @@ def check(request: Request, space: Space, num_layers: int) -> None:
         return
     all_grids = list(grids(request, space))
     if not all_grids:
+        given = {name: " or ".join(map(str, getattr(space, name) or ())) for name in ("pp", "tp")}
         raise ValueError(
             f"no grid of {request.accelerators} accelerators has "
-            + " and ".join(
-                f"{name} of {' or '.join(map(str, given))}"
-                for name, given in (("pp", space.pp), ("tp", space.tp))
-                if given is not None
-            )
-            + ": give divisors of the accelerators, tp at most those of a host"
+            f"{' and '.join(f'{name} of {sizes}' for name, sizes in given.items() if sizes)}: give divisors "
+            "of the accelerators, tp at most those of a host"
         )
     if all(grid.pp > num_layers for grid in all_grids):
         least = min(grid.pp for grid in all_grids)

@@ -3,10 +3,8 @@
 Of each group of ways, such as those of one grid and schedule, the best is kept, and its cut improved at the
 end. Most ways are never cut, because a bound says that no cut of theirs takes less than the steps that are
 kept: the work divided evenly and what stands around it (`about_s`), and how many of the model's blocks each
-worker has room and time for (`may_beat`). Ways that promise most are taken first, so that there is soon a
-step to beat.
-
-Step times are those of `steps`; `predict` gives ranges, parts and jitter for the few ways that are found.
+worker has room and time for (`may_beat`). Ways that promise most are taken first. Step times are those of
+`steps`; `predict` gives ranges, parts and jitter for the few ways that are found.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class Found:
         """The stage that is fullest, and when."""
         way, worst = self.candidate, max(range(len(self.memory)), key=lambda worker: self.memory[worker].peak)
         home = "stage" if len(self.homes[worst]) == 1 else "worker"
-        kinds = set(self.candidate.remat)
+        kinds = {*way.remat}
         again = kinds.pop() if len(kinds) == 1 else "some"
         again = {"always": "everything", "never": "nothing"}.get(again, again)
         return (
@@ -77,8 +75,8 @@ class Found:
 
 
 class BlockKind(NamedTuple):
-    """A block with one recomputation: bytes of its worker beside all blocks, of each block, and of each for
-    every micro-batch under way; the seconds of a micro-batch.
+    """A block with one recomputation: bytes of a worker beside all blocks, of each, and of each for every
+    micro-batch under way; the seconds of a micro-batch.
     """
 
     base_bytes: float
@@ -127,21 +125,14 @@ class Search:
     skipped: int = 0
 
     def __post_init__(self) -> None:
-        self.cap = self.request.usable_bytes
-        self.room = Rooms(
-            self.costs.profiles,
-            self.request,
-            self.ties_over,
-            split=splits_some(self.request, self.space),
-        )
+        self.cap, split = self.request.usable_bytes, splits_some(self.request, self.space)
+        self.room = Rooms(self.costs.profiles, self.request, self.ties_over, split=split)
         self._steps, self._times = lru_cache(LATELY)(self._steps_of), cache(self._times_of)
         self._boundaries, self._live = cache(self._links_of), cache(self._live_of)
         self._blocks, self._block_bytes = cache(self._block_of), cache(self._block_bytes_of)
 
     def run(
-        self,
-        kept: int | None = KEPT,
-        of_each: Callable[[Way], Hashable] = grid_and_schedule,
+        self, kept: int | None = KEPT, of_each: Callable[[Way], Hashable] = grid_and_schedule
     ) -> tuple[Found, ...]:
         """The best of each group of ways, the fastest first, so many of them; none where nothing fits.
 
@@ -149,11 +140,8 @@ class Search:
             kept: groups of which the best is wanted; None for every group that has a way that fits
             of_each: the group of a way
         """
-        every = [
-            way
-            for way in ways(self.request, self.space, self.costs.num_layers)
-            if way.microbatch_size in self.costs.sizes
-        ]
+        possible = ways(self.request, self.space, self.costs.num_layers)
+        every = [way for way in possible if way.microbatch_size in self.costs.sizes]
         best: dict[Hashable, Found] = {}
         limit_s = inf
         for number, way in enumerate(sorted(every, key=self._promised_s)):
@@ -178,9 +166,9 @@ class Search:
 
         A micro-batch goes through all stages and back. All work is done by the workers, the sums of gradients
         begin with a last backward, and the optimizer follows. A stage begins when a micro-batch has been
-        through all before it, and ends as long before the end, so the k-th stage may take (1 - 1/M)^k of what
-        the first one may: with one stage per worker and whole backwards a step takes all the work of one
-        micro-batch / (1 - (1 - 1/M)^K).
+        through all before it, and ends as long before the end: with one stage per worker and whole backwards
+        the k-th may take (1 - 1/M)^k of what the first may, and a step takes all the work of one micro-batch
+        / (1 - (1 - 1/M)^K).
         """
         times, count, workers = self.times(way), way.num_microbatches, way.grid.pp
         whole = times.stage(0, times.num_layers)
@@ -205,8 +193,8 @@ class Search:
         return min((share * count * each * filled_s for each in takes_s), default=inf), about_s
 
     def may_beat(self, way: Way, below_s: float) -> bool:
-        """Whether workers have room and time for all blocks of a model within `below_s`; True where a model
-        has no blocks that are alike. A worker begins when a micro-batch has been through all before it.
+        """Whether workers have room and time for all blocks of a model within `below_s`; True without blocks
+        that are alike. A worker begins when a micro-batch has been through all before it.
         """
         block = self.block(way)
         if block is None:
@@ -248,8 +236,8 @@ class Search:
     def _block_bytes_of(
         self, fsdp: int, dp: int, level: int, tp: int
     ) -> tuple[int, int, dict[str, tuple[float, float, float]]] | None:
-        """Where blocks begin, how many there are, and for each recomputation the bytes of a worker beside
-        them, of each, and of each for every example under way.
+        """Where blocks begin, their number, and by recomputation a worker's bytes: beside them, of each, and
+        of each for every example under way.
         """
         grid, size = Grid(1, dp, fsdp, level, tp), min(self.costs.sizes)
         room = self.room(Way(grid, "gpipe", 1, 1, size))
@@ -287,9 +275,8 @@ class Search:
     def best_of(self, way: Way, looks: int = 0, below_s: float = inf) -> Found | None:
         """A good cut of a way that fits, whose step takes less than `below_s`; None where none was found.
 
-        The cut is made with one receive ahead. What the transport holds beyond that is known of a whole cut
-        only: where it is too much, the way is cut anew, and every worker has as much less room as the last
-        cut's messages take.
+        What the transport holds beyond one receive ahead is known of a whole cut only: where it is too much,
+        the way is cut anew, and every worker has as much less room as the last cut's messages take.
         """
         room = self.room(way)
         if room.least_bytes() > self.cap:
@@ -297,14 +284,9 @@ class Search:
         caps = [self.cap] * way.grid.pp
         for _ in range(CUTS_ANEW):
             cut = best_cut(
-                self.schedule(way),
-                self.times(way),
-                self._steps(way).makespan_s,
-                fits=partial(_fits, room, caps),
-                remats=self.remats(way),
-                looks=looks,
-                below_s=below_s,
-            )
+                self.schedule(way), self.times(way), self._steps(way).makespan_s,
+                fits=partial(_fits, room, caps), remats=self.remats(way), looks=looks, below_s=below_s,
+            )  # fmt: skip
             if cut is None or cut.step_s >= below_s:
                 break
             found = self.found(way, cut, room)
@@ -316,8 +298,8 @@ class Search:
         return None
 
     def remats(self, way: Way) -> tuple[str, ...]:
-        """Returns the recomputations that the way's stages may use, the fastest first. On one worker a whole
-        stage's recomputation overlaps no waiting; where every pass gathers, R gathers once more.
+        """The recomputations of the way's stages, the fastest first. On one worker that of a whole stage
+        overlaps no waiting; where every pass gathers, R gathers once more.
         """
         known = [each for each in self.space.remats if each in self.costs.at(way.microbatch_size).remats]
         if way.grid.pp == 1 and "blocks" in known:
@@ -335,17 +317,12 @@ class Search:
         """Seconds of a step."""
         times, cut, remat = self.times(candidate), candidate.cut, candidate.remat
         takes = [times.stage(span.start, span.stop, each) for span, each in zip(cut, remat, strict=True)]
-        return self._steps(candidate).makespan_s(
-            takes, remat, [times.message(span.start) for span in cut[1:]]
-        )
+        messages = [times.message(span.start) for span in cut[1:]]
+        return self._steps(candidate).makespan_s(takes, remat, messages)
 
     def schedule(self, way: Way) -> Schedule:
         """Returns the schedule of the way, without recomputation."""
         return self.room.rows(way).schedule
-
-    def boundaries(self, way: Way) -> tuple[Link, ...]:
-        """Returns the links between the way's stages."""
-        return self._boundaries(way.grid, way.schedule, way.stages_per_worker)
 
     def times(self, way: Way) -> LayerTimes:
         """Returns the times of the layers in this way."""
@@ -355,7 +332,8 @@ class Search:
         def rows(count: int) -> Schedule:
             return self.room.rows(way, count).schedule
 
-        return LongSteps(rows, way.num_microbatches, self.boundaries(way))
+        links = self._boundaries(way.grid, way.schedule, way.stages_per_worker)
+        return LongSteps(rows, way.num_microbatches, links)
 
     def _links_of(self, grid: Grid, name: str, per_worker: int) -> tuple[Link, ...]:
         small = named(name, grid.pp, 1, stages_per_worker=per_worker)

@@ -404,8 +404,7 @@ def spans(ends: Sequence[int]) -> Partition:
 
 
 def _fill(takes: Callable[[int, int, int], bool], num_layers: int, num_stages: int) -> Partition | None:
-    """Stages of as many layers as each takes, fewer the earlier it begins; None where layers are left over.
-    """
+    """Stages of as many layers as each takes, fewer the earlier it begins; None where layers are left."""
     ends = [0]
     for stage in range(num_stages):
         low, high = ends[-1], num_layers - (num_stages - stage - 1)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from itertools import groupby
+from itertools import count, groupby
 from math import prod
 from operator import add, sub
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ KERNEL_S = 3.2e-6
 """Time from one kernel to the next where each kernel has little to do."""
 
 _aten: Any = torch.ops.aten
+_NUMBERS = count()
 _ROUNDS = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
 """How often a collective sends its whole tensor around the ring."""
 _UNMOVED = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh")
@@ -264,7 +265,8 @@ class _Notes(TorchDispatchMode):
         super().__init__()
         self.found = list[Operation]()
         self._unmoved = unmoved
-        self._alive: list[torch.UntypedStorage] = []  # so that no two of them have the same number
+        # Every storage with a number that no other one gets, and itself: a freed one's id would come again.
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
@@ -300,9 +302,9 @@ class _Notes(TorchDispatchMode):
         found: dict[int, float] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._alive.append(storage)
-            known = found.get(id(storage), 0.0)
-            found[id(storage)] = float(min(known + tensor.numel() * tensor.itemsize, storage.nbytes()))
+            number, _ = self._storages.setdefault(id(storage), (next(_NUMBERS), storage))
+            known = found.get(number, 0.0)
+            found[number] = float(min(known + tensor.numel() * tensor.itemsize, storage.nbytes()))
         return found
 
 

@@ -150,13 +150,13 @@ def plan(
         model.check_divisible(ranks)
     # Before layers are timed for minutes. Otherwise the search says whether there is a cut that fits.
     if costs is None and request.device_type == MEASURED:
-        least_that_fits(model, request, space, given)
+        _least_that_fits(model, request, space, given)
     if costs is None:
         sizes = sizes_of(request, space, len(model.layers))
         progress("layers", 0, len(sizes))
         few = sizes[: bisect(sizes, False, key=lambda size: not _may_fit(model, request, space, size))]
         if not few:
-            raise too_large(model, request, given)
+            raise _too_large(model, request, given)
         if request.device_type == MEASURED:
             from gpipe_bench.planner.measured import timed
 
@@ -168,7 +168,7 @@ def plan(
     search = Search(costs, as_measured(request, costs), space, model.ties_over, partial(progress, "ways"))
     found = search.run(max(KEPT, shown))
     if not found:  # the search looks at good cuts alone
-        least = least_that_fits(model, request, space, given)
+        least = _least_that_fits(model, request, space, given)
         found = (replace(least, step_s=search.step_s(least.candidate)),)
     best = sorted((predicted(each, search) for each in found), key=lambda each: (each.step_s, each.peak))
     return Plan(model, search.request, tuple(best[:shown]), search.tried, search.skipped, costs)
@@ -223,15 +223,15 @@ def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
     )
 
 
-def least_that_fits(model: Model, request: Request, space: Space, given: Space) -> Found:
+def _least_that_fits(model: Model, request: Request, space: Space, given: Space) -> Found:
     """A way that fits, without a cost; ValueError, saying what would help in the `given` space, for none."""
     least = smallest(model, request, space, request.usable_bytes)
     if least is None or least.peak > request.usable_bytes:
-        raise too_large(model, request, given)
+        raise _too_large(model, request, given)
     return least
 
 
-def too_large(model: Model, request: Request, space: Space) -> ValueError:
+def _too_large(model: Model, request: Request, space: Space) -> ValueError:
     """The error where nothing fits."""
     least = smallest(model, request, space)
     assert least is not None  # `check` has found ways
@@ -299,9 +299,7 @@ def smallest(model: Model, request: Request, space: Space, enough: int = 0) -> F
 
 
 class _Cuts:
-    """The cuts of one way by their peaks: an even one, and better ones. Only the last one's messages, which
-    take longest, are counted.
-    """
+    """The cuts of one way by their peaks: an even one, then better ones; messages are counted of the last."""
 
     def __init__(self, room: Room, way: Way, remats: tuple[str, ...]) -> None:
         self.room, self.way, self.remats = room, way, remats

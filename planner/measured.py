@@ -215,9 +215,7 @@ def _link(messages: Iterable[tuple[float, float]], gap_s: float) -> Link:
 
 
 def _sum_link(replicas: Sequence[ProbeRun], processes: int, num_bytes: float, step_s: float) -> Link | None:
-    """The link whose ring of all processes sums this model's gradients in the measured time; None where they
-    were no replicas.
-    """
+    """The link whose ring sums this model's gradients in the measured time; None without replicas."""
     if not replicas or not num_bytes:
         return None
     seconds = median(max(run.beyond_s - step_s, 1e-9) for run in replicas)

@@ -208,9 +208,7 @@ class Breakdown:
 
 
 def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, **beside: Any) -> Breakdown:
-    """Attributes every device-second of the replayed step. Arguments, those `beside` the link too, and errors
-    are those of `replay`.
-    """
+    """Attributes every device-second of the replayed step. Arguments and errors are those of `replay`."""
     timeline = replay(schedule, action_s, link, **beside)  # which refuses what cannot be
     if (waits_s := beside.pop("collective_s", None)) is not None:
         beside["collective_s"] = dict(zip(schedule, map(duration_of(waits_s), schedule), strict=True))

@@ -389,9 +389,7 @@ def _messages(
 
 
 def settle() -> None:
-    """Before steps are timed: spares collections between samples what lives by now, a quarter of a second
-    each.
-    """
+    """Spares collections between samples, a quarter of a second each, what lives by now."""
     gc.collect()
     gc.freeze()
 

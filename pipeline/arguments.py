@@ -5,7 +5,7 @@ Whatever does not fit is a `ValueError` that says what would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -33,38 +33,26 @@ Device = torch.device | str
 _STAGES_PER_WORKER = 2  # default for schedules that allow any number
 
 
-def _is_number(value: object, *kinds: type) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def _is_count(value: object) -> bool:
-    return value is None or _is_number(value, int)
-
-
-# Arguments by their names: what is one, and what to give instead of one that is not.
-_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "num_microbatches": (lambda value: _is_number(value, int), "a whole number, such as 4"),
-    "num_stages": (_is_count, "a whole number, such as 4"),
-    "num_workers": (_is_count, "a whole number, such as 4"),
-    "timeout_s": (
-        lambda value: _is_number(value, int, float) and 0 < value < inf, "seconds, more than 0, such as 600",
-    ),
+# Arguments by their names: of which types they are, and what to give instead of one that is not.
+_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "num_microbatches": (int, "a whole number, such as 4"),
+    "num_stages": (int | None, "a whole number, such as 4"),
+    "num_workers": (int | None, "a whole number, such as 4"),
+    "timeout_s": (int | float, "seconds, more than 0, such as 600"),
     "group": (
-        lambda value: isinstance(value, dist.ProcessGroup | Network | None),
+        dist.ProcessGroup | Network | None,
         "a process group, such as torch.distributed.group.WORLD once init_process_group was called",
     ),
-    "mesh": (
-        lambda value: isinstance(value, DeviceMesh | None),
-        "torch's init_device_mesh(..., mesh_dim_names=('dp', 'pp'))",
-    ),
-}  # fmt: skip
+    "mesh": (DeviceMesh | None, "torch's init_device_mesh(..., mesh_dim_names=('dp', 'pp'))"),
+}
 
 
-def check_arguments(*, transport: object, **given: object) -> None:
+def check_arguments(*, transport: object, **given: Any) -> None:
     """`ValueError` for arguments of a pipeline that are of another kind, or that exclude each other."""
     for name, value in given.items():
-        is_one, instead = _ARGUMENTS[name]
-        if not is_one(value):
+        kinds, instead = _ARGUMENTS[name]
+        is_one = isinstance(value, kinds) and not isinstance(value, bool)
+        if not is_one or (name == "timeout_s" and not 0 < value < inf):
             raise ValueError(f"{name} is {value!r}; give {instead}")
     group, mesh = given["group"], given["mesh"]
     if mesh is not None and group is not None:
@@ -183,10 +171,8 @@ def schedule_of(
     num_workers: int | None = None,
     num_ranks: int | None = None,
 ) -> Schedule:
-    """The schedule by its name, or as given if the numbers agree.
-
-    Without `num_workers` a worker has as many stages as its schedule's name says. If any number will do,
-    the stages are shared by `num_ranks`, or each worker has two.
+    """The schedule by its name, or as given if the numbers agree. Without `num_workers` a worker has as many
+    stages as its schedule's name says; if any number will do, they are shared by `num_ranks`, or two.
     """
     check_sizes(num_stages, num_microbatches, "never")
     if isinstance(schedule, Schedule):
@@ -207,7 +193,9 @@ def schedule_of(
             f"schedule is {schedule!r}{close}; choose one of {', '.join(NAMED)}, or give a Schedule"
         )
     fixed = NAMED[schedule].stages_per_worker
-    num_workers = _num_workers(num_workers, num_stages, fixed, num_ranks)
+    if num_workers is None:
+        usual = max(1, num_stages // (fixed or _STAGES_PER_WORKER))
+        num_workers = num_ranks if fixed is None and num_ranks else usual
     per_worker = len(shared_by(num_workers, num_stages)) // num_workers
     if fixed not in (None, per_worker):
         raise ValueError(
@@ -215,13 +203,6 @@ def schedule_of(
             f"{num_stages} is not for {num_workers} workers; give num_stages={fixed * num_workers}"
         )
     return named(schedule, num_workers, num_microbatches, remat=remat, stages_per_worker=per_worker)
-
-
-def _num_workers(given: int | None, num_stages: int, fixed: int | None, num_ranks: int | None) -> int:
-    """Number of workers: `given`, else by the schedule's `fixed` stages per worker, else `num_ranks`."""
-    if given is not None:
-        return given
-    return num_ranks if fixed is None and num_ranks else max(1, num_stages // (fixed or _STAGES_PER_WORKER))
 
 
 def num_stages_of(schedule: str | Schedule, network: Network | None, num_workers: int | None) -> int:
@@ -233,10 +214,7 @@ def num_stages_of(schedule: str | Schedule, network: Network | None, num_workers
             "num_stages is missing; give the number of stages, or mesh= for a pipeline over processes"
         )
     workers = num_workers or (1 if network is None else network.size)
-    per_worker = 1
-    if schedule in NAMED:
-        per_worker = NAMED[schedule].stages_per_worker or _STAGES_PER_WORKER
-    return workers * per_worker
+    return workers * ((NAMED[schedule].stages_per_worker or _STAGES_PER_WORKER) if schedule in NAMED else 1)
 
 
 def costs_of(
@@ -295,8 +273,8 @@ def devices_of(
     layers: Sequence[nn.Module],
     model: Sequence[nn.Module] = (),
 ) -> tuple[torch.device, ...]:
-    """The device of every stage; without `devices`, where the `layers` of this process are. Layers without
-    parameters go where this process has devices of the type that the rest of the `model` is on.
+    """The device of every stage; without `devices`, where the `layers` of this process are, or, without
+    parameters, devices of the type that the rest of the `model` is on.
     """
     if devices is None:
         found = {parameter.device for layer in layers for parameter in layer.parameters()}
@@ -371,9 +349,8 @@ def compilation_of(compile: bool | str | Mapping[str, Any]) -> Compilation | Non
 def refuse_apart(
     layers: Sequence[nn.Module], spans: Sequence[range], homes: Sequence[torch.device | None]
 ) -> None:
-    """`ValueError` for what cannot be in two stages: a parameter on two devices of one process would be two
-    parameters, and one batch normalization would move its averages once for each. `homes` are the devices of
-    the stages, None where processes have copies.
+    """`ValueError` for what cannot be in two stages: a parameter on two devices of one process (`homes` of
+    stages, None where processes have copies), and a batch normalization, which would move its averages twice.
     """
     first: dict[object, int] = {}
     for stage, span in enumerate(spans):
@@ -397,16 +374,12 @@ def refuse_apart(
 
 def worker_of(network: Network, schedule: Schedule) -> int:
     """The worker that this process is: its rank in the group, which has one for each worker."""
-    size = network.size
-    if size != schedule.num_workers:
+    if network.size != schedule.num_workers:
         holder = "worker" if schedule.placement else "stage"
         raise ValueError(
-            f"the process group has {size} ranks for {schedule.num_workers} {holder}s; it needs one rank per "
-            f"{holder}, or a schedule by which each has several stages, such as schedule='interleaved'"
+            f"the process group has {network.size} ranks for {schedule.num_workers} {holder}s; it needs one "
+            f"rank per {holder}, or a schedule by which each has several stages, such as 'interleaved'"
         )
-    rank = network.rank
-    if rank < 0:
-        raise ValueError(
-            "this process is not in the process group; build the pipeline on the group's ranks only"
-        )
-    return rank
+    if network.rank < 0:
+        raise ValueError("this process is not in the process group; build the pipeline on its ranks only")
+    return network.rank

@@ -1,13 +1,9 @@
 """Start and end of every action without disturbing it: the wall clock on CPUs, events on accelerators.
 
-An accelerator runs behind the host, so the host's clock would show when an action was enqueued. Events are
-recorded into the stream instead and read only when somebody asks for the timeline, so a step never waits for
-the device.
-
-What an event tells is the time since another one. When the first of a step happened the host does not know,
-because the device may still have had other work to do when it was enqueued, each device its own. So when
-somebody asks, one more event is recorded and waited for: it happened just now, and the others as long ago as
-the device says.
+An accelerator runs behind the host, so events are recorded into its stream and read only when somebody asks
+for the timeline: a step never waits for the device. An event tells the time since another one, and when the
+first of a step happened the host does not know. So when somebody asks, one more event is recorded and waited
+for: it happened just now, and the others as long ago as the device says.
 """
 
 from __future__ import annotations
@@ -57,20 +53,15 @@ class Clock:
             for device, event in self._firsts.items():
                 event.record(devices.current_stream(device))
 
-    def start(self, position: int) -> None:
-        """The action at `position` of the program begins."""
-        self.times[2 * position] = self.read[2 * position]()
-
-    def stop(self, position: int) -> None:
-        """The action at `position` of the program ends."""
-        self.times[2 * position + 1] = self.read[2 * position + 1]()
-
     def events(self, offset_ns: int = 0) -> tuple[Event, ...]:
         """The latest step in seconds of the wall clock, moved by `offset_ns`. Waits for the devices.
-
         `ValueError` before the first complete step.
         """
-        self._date_firsts()
+        if not self.complete:
+            raise ValueError("no complete step to show; run a step first")
+        for device, first in self._firsts.items():
+            if device not in self._firsts_ns:
+                self._firsts_ns[device] = _happened_ns(first, device)
         found = []
         for position, action in enumerate(self._actions):
             device = self._devices[action.stage]
@@ -82,13 +73,6 @@ class Clock:
             ]
             found.append(Event(action, (start_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9))
         return tuple(found)
-
-    def _date_firsts(self) -> None:
-        if not self.complete:
-            raise ValueError("no complete step to show; run a step first")
-        for device, first in self._firsts.items():
-            if device not in self._firsts_ns:
-                self._firsts_ns[device] = _happened_ns(first, device)
 
     def timeline(self, num_stages: int, placement: tuple[int, ...] = ()) -> Timeline:
         """The latest step. Waits for the device. `ValueError` before the first complete step."""
@@ -117,9 +101,8 @@ def conditions() -> dict[str, str]:
 
 
 def _happened_ns(event: torch.Event, device: torch.device) -> float:
-    """When an event of the device happened, by the wall clock. Waits for all that the device has to do.
-
-    It is right within half the time that an idle device takes to answer.
+    """When an event of the device happened, by the wall clock, within half the time that an idle device takes
+    to answer. Waits for all that the device has to do.
     """
     devices.synchronize(device)
     before_ns = time.perf_counter_ns()

@@ -1,14 +1,12 @@
 """What the engine asks of a transport, the transport of stages that live in one process, and portals.
 
-`EdgeTransport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes.
-In one process a transport is a set of mailboxes, one per edge, direction and micro-batch. With all stages on
-one device nothing moves at all: the receiver works on the sender's tensor. Stages on devices of their own get
-the tensor copied to their device, beside what the devices compute (`devices.Transfers`).
+`EdgeTransport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes. In one
+process a transport is a set of mailboxes, one per edge, direction and micro-batch: with all stages on one
+device the receiver works on the sender's tensor, else on a copy (`devices.Transfers`).
 
 Portals are more edges than the chain's. What a stage with portals gives is taken apart: its output takes the
 way to the next stage, each portal goes to the stages that pop it, once. What comes back is added up for the
-stage that stashed, the last one that popped first, as in a plain backward. Pipelines without portals have
-nothing of this.
+stage that stashed, the last one that popped first, as in a plain backward.
 """
 
 from __future__ import annotations
@@ -37,17 +35,13 @@ class StepPlan(NamedTuple):
 
 
 class EdgeTransport(Protocol):
-    """Carries activations along the edges between stages, and gradients back.
-
-    An edge is one of the chain, from a stage to the next, or it is that of portals and has their names. The
-    order of sends and receives is that of the schedule.
+    """Carries activations along the edges between stages, and gradients back, in the schedule's order. An
+    edge is one of the chain, from a stage to the next, or it is that of portals and has their names.
     """
 
     def begin(self, plan: StepPlan | None, signature: Hashable) -> StepPlan:
-        """Starts a step; the process of the first stage brings the plan, all learn it.
-
-        Under an equal `signature` (that of the first stage counts) all messages have the same shapes and
-        dtypes.
+        """Starts a step; the process of the first stage brings the plan, all learn it. Under an equal
+        `signature` (that of the first stage counts) all messages have the same shapes and dtypes.
         """
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
@@ -64,14 +58,10 @@ class EdgeTransport(Protocol):
 
     @property
     def release(self) -> Callable[[int, int], None] | None:
-        """Function that a stage calls with its number when it is done with a micro-batch, so that the
-        receive buffers may be overwritten. None where no buffer is.
-        """
+        """Function of (stage, micro-batch) that says that its receive buffers may be overwritten, if any."""
 
     def send_loss(self, loss: Tensor) -> None:
-        """Hands the loss of a training step to all, once all micro-batches are forward; the last stage calls
-        it.
-        """
+        """Hands the last stage's loss of a training step to all, once all micro-batches are forward."""
 
     def finish(self) -> Tensor | None:
         """Ends a step; returns the loss of a training step, on all processes."""

@@ -125,7 +125,7 @@ def test_layers_take_what_the_sheet_says_by_their_operations(precision: str) -> 
 
 
 def test_no_two_layers_have_tensors_in_common() -> None:
-    """Tensors that lay where others had been counted as these: compiled layers took other seconds each time."""
+    """Tensors that lay where others had been counted as these: compiled layers took changing seconds."""
     layers = [of(nn.Linear(WIDTH, WIDTH), ROWS, WIDTH).forward for _ in range(32)]
     tensors = [{number for each in layer for number in (*each.reads, *each.writes)} for layer in layers]
     assert sum(map(len, tensors)) == len(set().union(*tensors))

@@ -21,13 +21,13 @@ from .plan.timeline import Event, Timeline
 
 
 class Clock:
-    """Records start and end of the actions of one program, step after step; keeps the latest step."""
+    """Start and end of the actions of one program in the latest step."""
 
     def __init__(self, actions: Sequence[Action], stage_devices: Sequence[torch.device]) -> None:
         self._actions = tuple(actions)
         self._devices = tuple(stage_devices)  # by stage
-        # Start and end of each action, one after the other: what tells the time, and what it told, which is
-        # nanoseconds of the host or an event of an accelerator.
+        # Start and end of each action in turn: what tells the time, and what it told, which is nanoseconds of
+        # the host or an event of an accelerator.
         self.times: list[int | torch.Event] = [0] * (2 * len(self._actions))
         self.read: list[Callable[[], int | torch.Event]] = [time.perf_counter_ns] * len(self.times)
         self._accelerators = tuple(filter(devices.is_accelerator, dict.fromkeys(self._devices)))
@@ -37,7 +37,7 @@ class Clock:
         self.complete = False
 
     def begin(self) -> None:
-        """Begins a step. Without accelerators, the host's clock needs no preparation."""
+        """Begins a step; the host's clock alone needs no preparation."""
         self.complete = False
         if self._accelerators:
             self._firsts_ns = {}
@@ -52,6 +52,10 @@ class Clock:
                 ]
             for device, event in self._firsts.items():
                 event.record(devices.current_stream(device))
+
+    def note(self, place: int) -> None:
+        """Notes when action `place` // 2 of the program begins, or ends where `place` is odd."""
+        self.times[place] = self.read[place]()
 
     def events(self, offset_ns: int = 0) -> tuple[Event, ...]:
         """The latest step in seconds of the wall clock, moved by `offset_ns`. Waits for the devices.

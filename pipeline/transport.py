@@ -200,8 +200,7 @@ class PortalTransport:
         for line in self._out[stage]:
             positions = [named[name] for name in line.names]
             needed = tuple([needs_grad[i] for i in positions])
-            portals = Message(tuple([given[i] for i in positions]), None, needed)
-            self.inner.send(line, microbatch, portals)
+            self.inner.send(line, microbatch, Message(tuple([given[i] for i in positions]), None, needed))
         # After the portals: the send of an output may wait.
         needed = tuple([needs_grad[i] for i in of_output])
         aliases = tuple([i for i, place in enumerate(of_output) if place in message.aliases])
@@ -214,8 +213,7 @@ class PortalTransport:
         found = [self.inner.receive(line, microbatch) for line in self._into[edge.target]]
         arrived = [tensor for portals in found for tensor in portals.tensors]
         needs_grad = [needed for portals in found for needed in portals.needs_grad]
-        tree = (unflatten(message.tensors, message.structure), *arrived)
-        tensors, structure = flatten(tree)
+        tensors, structure = flatten((unflatten(message.tensors, message.structure), *arrived))
         return Message(tensors, structure, (*message.needs_grad, *needs_grad), message.aliases)
 
     def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:

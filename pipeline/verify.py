@@ -20,6 +20,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
@@ -151,17 +152,14 @@ def _as_pipeline(
     """A step of this pipeline as it is, with what its stages have found out about their layers."""
     step = _Step()
 
-    def watched(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(m: int, *arguments: Any) -> Any:
-            message = forward(m, *arguments)
-            if isinstance(message, Message) and not pipeline.portals:  # portals leave with the output
-                step.outputs[index, m] = _sums(message.tensors)
-            return message
-
-        return call
+    def watched(index: int, forward: Callable[..., Any], m: int, *arguments: Any) -> Any:
+        message = forward(m, *arguments)
+        if isinstance(message, Message) and not pipeline.portals:  # portals leave with the output
+            step.outputs[index, m] = _sums(message.tensors)
+        return message
 
     for index, stage in pipeline._stages.items():
-        stage.forward = watched(index, stage.forward)
+        stage.forward = partial(watched, index, stage.forward)
     try:
         step.loss = float(pipeline._steps.take(pipeline, pipeline.num_steps, batch, target, loss_fn))
     finally:
@@ -192,6 +190,12 @@ def _as_plain(
     statistics = Statistics(sequence)
     statistics.begin()
     steps = [_Step() for _ in range(num_replicas)]
+
+    def noting(step: _Step, stage: int, m: int, call: Callable[..., Any], *arguments: Any) -> Any:
+        output = call(*arguments)
+        step.outputs[stage, m] = _sums(flatten(output)[0])
+        return output
+
     for replica, (ranks, step) in enumerate(zip(mine, steps, strict=True)):
         before.restore(gradients=False)
         parts = dict(_tensors(layers))
@@ -210,11 +214,12 @@ def _as_plain(
         feed = divide(_moved(batch, device), lengths)
         targets = [None] * count if target is None else divide(_moved(target, device), lengths)
         runner.begin(pipeline.num_steps, targets, loss_fn)
+        calls = runner._calls
         for m in [a.microbatch for a in schedule.row(0) if a.kind is Kind.F and a.microbatch < count]:
             if not pipeline.portals:
                 runner._calls = [
-                    (_noting(call, step, ends[i], m) if i in ends else call, key)
-                    for i, (call, key) in enumerate(runner._calls)
+                    (partial(noting, step, ends[i], m, call) if i in ends else call, key)
+                    for i, (call, key) in enumerate(calls)
                 ]
             loss = runner.loss(m, runner.run(m, feed[m], recording=True))
             step.loss += float(loss.detach()) * lengths[m] / total
@@ -228,18 +233,6 @@ def _as_plain(
     for step in steps:
         step.loss, step.gradients = sum(each.loss for each in steps), _gradients(layers)
     return steps
-
-
-def _noting(call: Callable[..., Any], step: _Step, stage: int, m: int) -> Callable[..., Any]:
-    call = getattr(call, "noted", call)
-
-    def noting(*arguments: Any) -> Any:
-        output = call(*arguments)
-        step.outputs[stage, m] = _sums(flatten(output)[0])
-        return output
-
-    noting.noted = call  # type: ignore[attr-defined]
-    return noting
 
 
 # What differs first
@@ -356,12 +349,9 @@ def _tolerance(layers: Iterable[nn.Module], device: torch.device) -> float:
 
 def _sums(tensors: Iterable[Tensor]) -> tuple[float, float]:
     """Returns the sum of all elements of the tensors, and the sum of their absolute values."""
-    total = size = 0.0
-    for tensor in tensors:
-        numbers = tensor.detach()
-        numbers = (torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers).double()
-        total, size = total + float(numbers.sum()), size + float(numbers.abs().sum())
-    return total, size
+    bare = [tensor.detach() for tensor in tensors]
+    real = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).double() for t in bare]
+    return sum(float(each.sum()) for each in real), sum(float(each.abs().sum()) for each in real)
 
 
 def _tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[Name, Tensor]]:

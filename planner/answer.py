@@ -23,13 +23,14 @@ from gpipe_bench.planner.accelerators import accelerator
 from gpipe_bench.planner.candidate import Prediction, Way
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.formats import FORMATS, NAME, Written, as_run, command, written
-from gpipe_bench.planner.measured import ROUNDS, as_measured
+from gpipe_bench.planner.measured import ROUNDS, as_measured, timed
 from gpipe_bench.planner.memory import Room, Rooms
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of, splits_some, ways
+from gpipe_bench.planner.roofline import by_roofline
 from gpipe_bench.planner.search import KEPT, Found, Search
-from gpipe_bench.planner.steps import filled, spans
+from gpipe_bench.planner.steps import filled, moved
 
 SHOWN = 5
 """Number of ways that are printed."""
@@ -158,12 +159,8 @@ def plan(
         if not few:
             raise _too_large(model, request, given)
         if request.device_type == MEASURED:
-            from gpipe_bench.planner.measured import timed
-
             costs = timed(model, request, few, rounds, sharded=space.sharded, shown=shown_rounds)
         else:
-            from gpipe_bench.planner.roofline import by_roofline
-
             costs = by_roofline(model, request, few)
     search = Search(costs, as_measured(request, costs), space, model.ties_over, partial(progress, "ways"))
     found = search.run(max(KEPT, shown))
@@ -206,9 +203,8 @@ def _held(found: Found, request: Request) -> str:
         "what an action needs": worst.transients + worst.buffers,
     }
     words = ", ".join(f"{what} {size / 2**30:.2f}" for what, size in parts.items())
-    if request.precision == "float32":
-        return f"{words} GiB"
-    return f"{words} GiB; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
+    copies = f"; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
+    return f"{words} GiB{copies * (request.precision != 'float32')}"
 
 
 def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
@@ -218,9 +214,8 @@ def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
     profile = model.profile_of(
         size, request.precision, tp=ranks, sharded=sharded, split_backward=splits_some(request, space)
     )
-    return all(
-        layer.inputs.num_bytes + layer.free.forward_peak <= request.usable_bytes for layer in profile.layers
-    )
+    needed = (layer.inputs.num_bytes + layer.free.forward_peak for layer in profile.layers)
+    return max(needed) <= request.usable_bytes
 
 
 def _least_that_fits(model: Model, request: Request, space: Space, given: Space) -> Found:
@@ -321,13 +316,11 @@ class _Cuts:
 
     def found(self) -> Found:
         """The cut, with its messages."""
-        remat = ["never"] * len(self.cut)
+        again = {}
         for worker, mine in enumerate(self.homes):
-            _, again = self.least(worker, tuple(self.cut[stage] for stage in mine))
-            for stage in mine:
-                remat[stage] = again
-        memory = self.room.counted(self.cut, remat)
-        return Found(self.way.candidate(self.cut, tuple(remat)), memory)
+            again |= dict.fromkeys(mine, self.least(worker, tuple(self.cut[stage] for stage in mine))[1])
+        remat = tuple(again[stage] for stage in range(len(self.cut)))
+        return Found(self.way.candidate(self.cut, remat), self.room.counted(self.cut, remat))
 
     def improve(self) -> None:
         """The cut whose fullest worker is smallest; where a worker has several stages, layers are moved over
@@ -337,8 +330,8 @@ class _Cuts:
         if len(self.cut) == layers or layers > MOST_LAYERS:
             return
         if self.room.schedule.placement:
-            while (moved := self._moved()) is not None:
-                self.cut = moved
+            while (better := self._moved()) is not None:
+                self.cut = better
             return
 
         def peak(stage: int, start: int, stop: int) -> int:
@@ -349,15 +342,11 @@ class _Cuts:
 
     def _moved(self) -> Partition | None:
         peaks = self.peaks(self.cut)
-        worst, most = peaks.index(max(peaks)), max(peaks)
-        others = []
-        for boundary, by in [move for stage in self.homes[worst] for move in ((stage, 1), (stage + 1, -1))]:
-            ends = [stage.start for stage in self.cut] + [len(self.room.layers)]
-            if 0 < boundary < len(self.cut) and ends[boundary - 1] < ends[boundary] + by < ends[boundary + 1]:
-                ends[boundary] += by
-                others.append(spans(ends))
+        worst = self.homes[peaks.index(max(peaks))]
+        moves = [move for stage in worst for move in ((stage, 1), (stage + 1, -1))]
+        others = filter(None, (moved(self.cut, *move) for move in moves if 0 < move[0] < len(self.cut)))
         best = min(others, key=lambda each: max(self.peaks(each)), default=self.cut)
-        return best if max(self.peaks(best)) < most else None
+        return best if max(self.peaks(best)) < max(peaks) else None
 
 
 def nothing_fits(model: Model, request: Request, space: Space, least: Found, *, as_one: bool = False) -> str:
@@ -366,12 +355,11 @@ def nothing_fits(model: Model, request: Request, space: Space, least: Found, *, 
     """
     needed = math.ceil((least.peak + request.held_back_bytes) / GIB * 100) / 100
     helps = [*_remedies(model, request, space, as_one), f"--memory-gib {needed:g}"]
-    there = f"{request.memory_bytes / GIB:g} GiB"
-    if request.held_back_bytes:
-        there += f", {request.held_back_bytes / GIB:g} of them held back (--reserve-gib)"
+    held = f", {request.held_back_bytes / GIB:g} of them held back (--reserve-gib)"
     return (
         f"{model.name} does not fit: the smallest peak is {least.peak / GIB:.2f} GiB, {least.where()}; there "
-        f"are {there}. What would do: " + ", or ".join(helps)
+        f"are {request.memory_bytes / GIB:g} GiB{held * bool(request.held_back_bytes)}. What would do: "
+        + ", or ".join(helps)
     )
 
 

@@ -67,13 +67,11 @@ class SizeCosts:
     ring_bytes: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
 
     def __post_init__(self) -> None:
-        named = {
+        named: dict[str, Sequence[float]] = {
             **self.layers_s,
-            "action_s": tuple(self.action_s.values()),
-            "whole_s": tuple(self.whole_s.values()),
-            "shards_s": tuple(value for each in self.shards_s.values() for value in each.values()),
-            "activation_bytes": self.activation_bytes,
-            "gradient_bytes": self.gradient_bytes,
+            **{name: list(getattr(self, name).values()) for name in ("action_s", "whole_s")},
+            **{f"shards_s[{level}]": list(each.values()) for level, each in self.shards_s.items()},
+            **{name: getattr(self, name) for name in ("activation_bytes", "gradient_bytes")},
         }
         for name, values in named.items():
             for index, value in enumerate(values):
@@ -91,15 +89,11 @@ class SizeCosts:
 
     def with_blocks(self, blocks: Container[int]) -> SizeCosts:
         """Adds the costs of B and I in blocks that run their forward once more inside."""
-        again = self.layers_s.get("R", self.layers_s.get("F", ()))
-        more = {
-            inside(kind, "blocks"): [
-                each + again[layer] * (layer in blocks) for layer, each in enumerate(self.layers_s[kind])
-            ]
-            for kind in ("B", "I")
-            if kind in self.layers_s
-        }
-        return replace(self, layers_s={**self.layers_s, **more})
+        again, layers_s = self.layers_s.get("R", self.layers_s.get("F", ())), dict(self.layers_s)
+        for kind in filter(self.layers_s.__contains__, ("B", "I")):
+            both = enumerate(zip(layers_s[kind], again, strict=True))
+            layers_s[inside(kind, "blocks")] = [own + more * (n in blocks) for n, (own, more) in both]
+        return replace(self, layers_s=layers_s)
 
     @property
     def remats(self) -> tuple[str, ...]:

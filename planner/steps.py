@@ -107,18 +107,15 @@ class LayerTimes:
 
     def passed_s(self, boundary: int) -> float:
         """Least seconds of a micro-batch on all layers before `boundary`: forward, and back in whole B."""
-        known, span = self.size.layers_s, range(boundary)
-        if not boundary:
-            return 0.0
-        back_s = 0.0 if self.split and "I" in known else self.size.seconds("B", span)
-        return self.size.seconds(forward_kind(known), span) + back_s
+        known = self.size.layers_s
+        kinds = (forward_kind(known), *("B" * (not (self.split and "I" in known))))
+        return sum(self.size.seconds(kind, range(boundary)) for kind in kinds) if boundary else 0.0
 
     def message(self, boundary: int) -> tuple[float, float]:
         """Bytes over a cut in front of layer `boundary`, forward and back."""
-        if not self.size.activation_bytes:
-            return 0.0, 0.0
-        ahead, back = self.size.activation_bytes, self.size.gradient_bytes or self.size.activation_bytes
-        return ahead[boundary - 1], back[boundary - 1]
+        ahead = self.size.activation_bytes
+        back = self.size.gradient_bytes or ahead
+        return (ahead[boundary - 1], back[boundary - 1]) if ahead else (0.0, 0.0)
 
 
 def times_on(grid: Grid, costs: Costs, microbatch_size: int, request: Request, *, split: bool) -> LayerTimes:
@@ -385,17 +382,22 @@ def best_cut(
     while best is not None and changed:
         changed = False
         for boundary, by in product(range(1, len(best.stages)), (-1, 1, -2, 2)):
-            ends = [span.start for span in best.stages] + [num_layers]
-            ends[boundary] += by
-            moved = spans(ends) if ends[boundary - 1] < ends[boundary] < ends[boundary + 1] else None
-            if moved is None or moved in known or left <= 0:
+            other = moved(best.stages, boundary, by)
+            if other is None or other in known or left <= 0:
                 continue
-            known.add(moved)
+            known.add(other)
             left -= 1
-            found = look(moved)
+            found = look(other)
             if found is not None and found.step_s < best.step_s:
                 best, changed = found, True
     return best
+
+
+def moved(cut: Partition, boundary: int, by: int) -> Partition | None:
+    """The cut with the end of stage `boundary` - 1 moved by so many layers; None if that empties a stage."""
+    ends = [span.start for span in cut] + [cut[-1].stop]
+    ends[boundary] += by
+    return spans(ends) if ends[boundary - 1] < ends[boundary] < ends[boundary + 1] else None
 
 
 def spans(ends: Sequence[int]) -> Partition:

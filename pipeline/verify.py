@@ -182,6 +182,7 @@ def _as_plain(
     num_layers = len(pipeline._layer_names)
     sequence = tuple([layers[index] for index in range(num_layers)])
     declared = declarations(sequence)
+    has_portals = any(map(any, declared))
     schedule = pipeline._steps.latest
     ends = {span[-1]: stage for stage, span in enumerate(pipeline.partition[:-1])}
     mine = [[each for each in brought if each.replica == replica] for replica in range(num_replicas)]
@@ -208,7 +209,7 @@ def _as_plain(
         lengths = sizes(num_examples(batch), count)
         runner = LayerRunner(
             sequence, 0, device=device, seed=pipeline.seed, statistics=statistics,
-            portals=Carried(declared) if any(map(any, declared)) else None,
+            portals=Carried(declared) if has_portals else None,
             first_microbatch=replica * pipeline._schedule.num_microbatches,
         )  # fmt: skip
         feed = divide(_moved(batch, device), lengths)
@@ -216,7 +217,7 @@ def _as_plain(
         runner.begin(pipeline.num_steps, targets, loss_fn)
         calls = runner._calls
         for m in [a.microbatch for a in schedule.row(0) if a.kind is Kind.F and a.microbatch < count]:
-            if not pipeline.portals:
+            if not has_portals:
                 runner._calls = [
                     (partial(noting, step, ends[i], m, call) if i in ends else call, key)
                     for i, (call, key) in enumerate(calls)

@@ -306,14 +306,12 @@ class Pipeline(nn.Module):
         wrong: Exception | None = None
         if not callable(loss_fn):
             wrong = ValueError(
-                f"loss_fn is {loss_fn!r}; give a function of the output and the target that returns the mean "
-                "loss over the examples, such as torch.nn.functional.cross_entropy; to evaluate, call "
-                "pipeline(inputs)"
+                f"loss_fn is {loss_fn!r}; give a function of output and target that returns the examples' "
+                "mean loss, such as torch.nn.functional.cross_entropy; to evaluate, call pipeline(inputs)"
             )
         elif not torch.is_grad_enabled():
             wrong = RuntimeError(
-                "step() trains, but gradients are disabled here; to evaluate, call pipeline.eval() and "
-                "pipeline(inputs)"
+                "gradients are disabled; to evaluate, call pipeline.eval() and pipeline(inputs)"
             )
         elif scaler is not None and self.group is not None and not decides_for(scaler, self):
             wrong = ValueError(
@@ -454,8 +452,7 @@ class Pipeline(nn.Module):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a pipeline cannot be copied or pickled; keep its state with state_dict or checkpoint.save, or "
-            "copy the model and build another pipeline"
+            "a pipeline cannot be copied or pickled; keep its state_dict, or build another of a copied model"
         )
 
     def train(self, mode: bool = True) -> Self:

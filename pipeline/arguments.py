@@ -59,8 +59,8 @@ def check_arguments(*, transport: object, **given: Any) -> None:
         raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
     if transport is not None and (group is not None or mesh is not None):
         raise ValueError(
-            "transport= is how stages of one process reach each other, and with group= or mesh= they are "
-            "in several; leave it out, or say share_memory=False for gloo's messages on one host"
+            "transport= is for stages of one process, and with group= or mesh= they are in several; leave it "
+            "out, or say share_memory=False for gloo's messages on one host"
         )
 
 
@@ -149,9 +149,8 @@ def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.
         named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
     elif isinstance(layers, nn.Module):
         raise ValueError(
-            f"layers is a {type(layers).__name__}; a pipeline needs a sequence of layers, such as an "
-            "nn.Sequential; pipeline.layers_of makes one of a model of transformers, pipeline.split of any "
-            "other"
+            f"layers is a {type(layers).__name__}; give a sequence of layers, such as an nn.Sequential: "
+            "pipeline.layers_of makes one of a model of transformers, pipeline.split of any other"
         )
     else:
         named = [(str(index), layer) for index, layer in enumerate(layers)]
@@ -183,15 +182,12 @@ def schedule_of(
             )
         if num_workers not in (None, schedule.num_workers):
             raise ValueError(
-                f"the schedule is for {schedule.num_workers} workers, not for num_workers={num_workers}; "
-                "leave num_workers out, or give a schedule for as many"
+                f"the schedule is for {schedule.num_workers} workers; leave num_workers={num_workers} out"
             )
         return schedule
     if not isinstance(schedule, str) or schedule not in NAMED:
-        close = suggestion(str(schedule), NAMED)
-        raise ValueError(
-            f"schedule is {schedule!r}{close}; choose one of {', '.join(NAMED)}, or give a Schedule"
-        )
+        known = f"{suggestion(str(schedule), NAMED)}; choose one of {', '.join(NAMED)}"
+        raise ValueError(f"schedule is {schedule!r}{known}, or give a Schedule")
     fixed = NAMED[schedule].stages_per_worker
     if num_workers is None:
         usual = max(1, num_stages // (fixed or _STAGES_PER_WORKER))
@@ -210,9 +206,7 @@ def num_stages_of(schedule: str | Schedule, network: Network | None, num_workers
     if isinstance(schedule, Schedule):
         return schedule.num_stages
     if network is None and num_workers is None:
-        raise ValueError(
-            "num_stages is missing; give the number of stages, or mesh= for a pipeline over processes"
-        )
+        raise ValueError("num_stages is missing; give it, or mesh= for a pipeline over processes")
     workers = num_workers or (1 if network is None else network.size)
     return workers * ((NAMED[schedule].stages_per_worker or _STAGES_PER_WORKER) if schedule in NAMED else 1)
 
@@ -226,9 +220,7 @@ def costs_of(
         return [1 + sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     if cost == "auto":
         if example is None:
-            raise ValueError(
-                "cost='auto' estimates each layer on an example; pass example= with a micro-batch"
-            )
+            raise ValueError("cost='auto' estimates layers on an example; pass example= with a micro-batch")
         return layer_costs(layers, example)
     if isinstance(cost, str | int | float):
         raise ValueError(f"cost is {cost!r}; choose 'parameters', 'auto' or give one number per layer")
@@ -241,13 +233,10 @@ def cut_of(partition: Sequence[int | range], num_layers: int, num_stages: int) -
     """The layers of each stage as they were given: how many, or which."""
     if not isinstance(partition, Sequence) or not all(isinstance(each, int | range) for each in partition):
         raise ValueError(
-            f"partition is {partition!r}; give the layers of each stage, as in [3, 5], or as in [range(3), "
-            "range(3, 8)]"
+            f"partition is {partition!r}; give each stage's layers, as in [3, 5] or [range(3), range(3, 8)]"
         )
     if len(partition) != num_stages:
-        raise ValueError(
-            f"partition has {len(partition)} stages, not num_stages={num_stages}; give the layers of each"
-        )
+        raise ValueError(f"partition has {len(partition)} stages, not num_stages={num_stages}; give as many")
     spans: list[range] = []
     for stage, each in enumerate(partition):
         start = spans[-1].stop if spans else 0
@@ -255,10 +244,7 @@ def cut_of(partition: Sequence[int | range], num_layers: int, num_stages: int) -
         if not span:
             raise ValueError(f"stage {stage} of partition has {each} layers; give each at least one")
         if span != range(start, span.stop):
-            raise ValueError(
-                f"stage {stage} of partition has the layers {span}; they must follow one another from "
-                f"{start} on"
-            )
+            raise ValueError(f"stage {stage} of partition has the layers {span}; give those from {start} on")
         spans.append(span)
     if spans[-1].stop != num_layers:
         raise ValueError(
@@ -282,17 +268,13 @@ def devices_of(
             types = {parameter.device.type for layer in model for parameter in layer.parameters()} or {"cpu"}
             found = {accelerators.current(min(types))} if len(types) == 1 else {torch.device("cpu")}
         if len(found) > 1:
-            raise ValueError(
-                f"the layers are on {', '.join(sorted(map(str, found)))}; pass devices= with one device "
-                "per stage"
-            )
+            places = ", ".join(sorted(map(str, found)))
+            raise ValueError(f"the layers are on {places}; pass devices= with one device per stage")
         return (found.pop(),) * num_stages
     if isinstance(devices, str | torch.device):
         return (_device(devices),) * num_stages
     if len(devices) != num_stages:
-        raise ValueError(
-            f"{len(devices)} devices for {num_stages} stages; give one per stage, or one for all"
-        )
+        raise ValueError(f"{len(devices)} devices for {num_stages} stages; give one each, or one for all")
     return tuple(map(_device, devices))
 
 
@@ -308,8 +290,7 @@ def _device(device: Device) -> torch.device:
         count = accelerators.count(found.type)
         if (found.index or 0) >= count:
             raise ValueError(
-                f"devices has {device!r}, and torch finds {count} devices of that type here; give 'cpu', or "
-                "devices that torch.accelerator.device_count() counts"
+                f"devices has {device!r}, and torch finds {count} of that type here; give 'cpu' or these"
             )
     return accelerators.exact(found)
 
@@ -324,9 +305,7 @@ def compilation_of(compile: bool | str | Mapping[str, Any]) -> Compilation | Non
     found = Compilation(**given)
     known = torch.compiler.list_backends(exclude_tags=())
     if found.backend not in known:
-        raise ValueError(
-            f"compile is {compile!r}; choose True, False or a backend that torch has here: {', '.join(known)}"
-        )
+        raise ValueError(f"compile is {compile!r}; choose True, False or a backend of {', '.join(known)}")
     if found.mode is None:
         return found
     from torch._inductor import list_mode_options  # takes a second, and most pipelines compile nothing
@@ -339,9 +318,8 @@ def compilation_of(compile: bool | str | Mapping[str, Any]) -> Compilation | Non
         )
     if modes[found.mode].get("triton.cudagraphs"):
         raise ValueError(
-            f"compile has mode={found.mode!r}, which replays CUDA graphs: a replay writes its results where "
-            "the one before wrote its own, which a pipeline holds for several micro-batches at a time; "
-            "choose mode='max-autotune-no-cudagraphs', or leave mode out"
+            f"compile has mode={found.mode!r}, which replays CUDA graphs: each overwrites the results of the "
+            "one before, which a pipeline holds; choose mode='max-autotune-no-cudagraphs', or leave mode out"
         )
     return found
 
@@ -359,16 +337,15 @@ def refuse_apart(
                 other = first.setdefault(parameter, stage)
                 if homes[other] != homes[stage]:
                     raise ValueError(
-                        f"parameter {name!r} of layer {index} is shared by stages {other} and {stage}, but "
-                        "each has a device of its own; keep tied layers in one stage, or the stages in "
-                        "processes of their own"
+                        f"parameter {name!r} of layer {index} is shared by stages {other} and {stage}, on two"
+                        " devices; keep tied layers in one stage, or the stages in processes of their own"
                     )
             for module in layers[index].modules():
                 tracked = isinstance(module, _BatchNorm) and module.running_mean is not None
                 if tracked and first.setdefault(module, stage) != stage:
                     raise ValueError(
-                        f"a batch normalization of layer {index} is also in stage {first[module]}, so that "
-                        "its moving averages would depend on the cut; keep both in one stage"
+                        f"a batch normalization of layer {index} is also in stage {first[module]}, and its "
+                        "averages would depend on the cut; keep both in one stage"
                     )
 
 

@@ -117,9 +117,9 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
         reader.set_up_storage_reader(reader.index, is_coordinator=False)
         reader.read_data(planner.create_local_plan(), planner).wait()
         if there["seed"] != here["seed"]:
+            seed = int(there["seed"])
             raise ValueError(
-                f"it was written with seed {int(there['seed'])}, the pipeline has {pipeline.seed}; build it "
-                "with the same seed"
+                f"it was written with seed {seed}, the pipeline has {pipeline.seed}; give the same"
             )
         if optimizer is not None:
             optimizer_state = _by_position(there["optimizer"], pipeline, optimizer)
@@ -173,9 +173,9 @@ def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[
     for group in groups:
         for parameter in group["params"]:
             if parameter not in names:
+                shape = tuple(parameter.shape)
                 raise ValueError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the pipeline does "
-                    "not have; give it those of `pipeline.parameters()`"
+                    f"the optimizer has a parameter of shape {shape} that is none of `pipeline.parameters()`"
                 )
             state[names[parameter]] = states.get(parameter, {})
             own = group.keys() - {"params", "param_names"}
@@ -236,9 +236,7 @@ def _by_position(
             if missing := optimizer.defaults.keys() - options.keys():
                 raise ValueError(f"it has no `{min(missing)}` for {name}: it is of another optimizer")
             if before and before != options:
-                raise ValueError(
-                    f"{name} is in one group of the optimizer with parameters that have other options there"
-                )
+                raise ValueError(f"{name} is in one group with parameters that have other options there")
         groups.append({**group, **options, "params": list(own)})
     return {"state": state, "param_groups": groups}
 

@@ -196,10 +196,7 @@ def generator(device: torch.device) -> torch.Generator:
         return cast("torch.Generator", module.default_generators[index])
     if hasattr(module, "_get_default_mps_generator"):
         return cast("torch.Generator", module._get_default_mps_generator())
-    raise ValueError(
-        f"torch names no random generator of {device}, so layers that draw cannot be reproduced there; use "
-        "a device of type cpu, cuda, xpu or mps"
-    )
+    raise ValueError(f"torch names no random generator of {device}; use one of type cpu, cuda, xpu or mps")
 
 
 Sent = TypeVar("Sent", Tensor, Tensor | None)

@@ -90,8 +90,7 @@ class Steps:
         """
         if not self._turn.acquire(blocking=False):
             raise RuntimeError(
-                "the pipeline is in the middle of a step or an evaluation, in another thread or in a hook; "
-                "take one after the other"
+                "the pipeline is in a step, in another thread or a hook; take one after the other"
             )
         # A tensor cached without a graph must not be used in one, and caches would copy every weight.
         casts, parametrized = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
@@ -159,9 +158,7 @@ class Steps:
             count = self._data_parallel.agree(count)
         tensors, structure = flatten(batch, "the mini-batch")
         if any(tensor.requires_grad for tensor in tensors):
-            raise ValueError(
-                "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
-            )
+            raise ValueError("the batch requires a gradient, which no pipeline computes; pass batch.detach()")
         plan = StepPlan(examples, count, training)
         signature: Hashable = None
         if self._ranks is not None:  # what the shapes, dtypes and gradients of all messages may depend on

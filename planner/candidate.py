@@ -124,8 +124,7 @@ class Candidate(Way):
     def __post_init__(self) -> None:
         if len(self.cut) != self.num_stages or len(self.remat) != self.num_stages:
             raise ValueError(
-                f"{self.grid.pp} workers with {self.stages_per_worker} stages each need as many "
-                f"stages: the cut has {len(self.cut)}, remat {len(self.remat)}"
+                f"{self.num_stages} stages need as many: the cut has {len(self.cut)}, remat {len(self.remat)}"
             )
         ends = [0, *(stage.stop for stage in self.cut)]
         if any(a >= b for a, b in pairwise(ends)) or [stage.start for stage in self.cut] != ends[:-1]:
@@ -171,14 +170,11 @@ class Prediction:
 
     def __post_init__(self) -> None:
         if not (0 < self.low_s <= self.step_s <= self.high_s and isfinite(self.high_s)):
-            raise ValueError(
-                f"a step of {self.step_s} s, from {self.low_s} to {self.high_s}: give low <= step <= high, "
-                "all finite and above 0"
-            )
+            raise ValueError(f"a step of {self.step_s} s, from {self.low_s} to {self.high_s}, is no range")
         if not len(self.peak_bytes) == len(self.peak_when) == self.candidate.grid.pp:
+            numbers = f"{len(self.peak_bytes)} peaks at {len(self.peak_when)} actions"
             raise ValueError(
-                f"{len(self.peak_bytes)} peaks at {len(self.peak_when)} actions for "
-                f"{self.candidate.grid.pp} workers; give one of each for every worker"
+                f"{numbers} for {self.candidate.grid.pp} workers; give one of each for every worker"
             )
 
     @property

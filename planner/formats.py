@@ -91,8 +91,8 @@ def as_run(form: str, model: Model, candidate: Candidate, request: Request) -> t
     if form == "script":
         if request.compiled and (candidate.grid.fsdp > 1 or candidate.grid.tp > 1):
             raise ValueError(
-                "--format script: this engine keeps parameters of compiled layers whole; give --format "
-                "torch, or leave --compiled out"
+                "--format script keeps parameters of compiled layers whole; give --format torch, or leave "
+                "--compiled out"
             )
         if candidate.grid.fsdp > 1 and model.ties:
             raise ValueError(
@@ -123,13 +123,13 @@ def check_asked(
     if precision not in known.precisions:
         raise ValueError(
             f"--format {form} knows the precisions {', '.join(known.precisions)}, not {precision}; leave "
-            "--script and --format out, and scale the loss in a script of your own"
+            "--script and --format out, and write a script of your own"
         )
     for each in schedules:
         if each in NAMED and each not in known.schedules:
+            others = ", ".join(known.schedules)
             raise ValueError(
-                f"--format {form} has no schedule {each}: leave --schedule out, or choose of "
-                f"{', '.join(known.schedules)}"
+                f"--format {form} has no schedule {each}: leave --schedule out, or choose of {others}"
             )
 
 

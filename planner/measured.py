@@ -56,14 +56,14 @@ def timed(
         raise ValueError(f"--probe-rounds {rounds}: give 1 or more")
     if request.precision != "float32" or request.compiled:
         raise ValueError(
-            f"--precision {request.precision}{' --compiled' * request.compiled}: this machine's layers are "
-            "timed in float32 and as they are; name an accelerator with --device-type for others"
+            f"--precision {request.precision}{' --compiled' * request.compiled}: layers are timed here in "
+            "float32 and as they are; name an accelerator with --device-type for others"
         )
     source = model.source
     if not source.has_loss or source.is_foreign:
         raise ValueError(
-            f"{model.name} returns no loss or no layers, and its steps are to be timed: return (layers, "
-            "inputs, target, loss_fn), or name an accelerator with --device-type"
+            f"{model.name} returns no loss or no layers to be timed: return (layers, inputs, target, "
+            "loss_fn), or name an accelerator with --device-type"
         )
     sizes = sizes_worth(sizes, request)
     few = sorted({sizes[round(i * (len(sizes) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)})

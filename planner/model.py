@@ -143,14 +143,10 @@ class Model:
             block: Any = self.layers[1]
             for what, number in (("heads", block.num_heads), ("width", block.inner.out_features)):
                 if int(number) % ranks:
-                    raise ValueError(
-                        f"--tp {ranks}: {number} {what} of {self.name} are no multiple; leave --tp out"
-                    )
+                    raise ValueError(f"--tp {ranks}: {number} {what} of {self.name} are no multiple")
             return
         if self.source.options is None:
-            raise ValueError(
-                f"--tp {ranks}: nothing says how the layers of {self.name} are divided; return {DIVIDES}"
-            )
+            raise ValueError(f"--tp {ranks}: nothing divides the layers of {self.name}; return {DIVIDES}")
         named = OrderedDict((f"layer_{index}", layer) for index, layer in enumerate(self.layers))
         try:
             check_divisible(nn.Sequential(named), ranks)
@@ -426,7 +422,7 @@ def _own(name: str) -> Model:
         function = _function(name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"{name}: {error}; start from the folder that holds the module, or add that to PYTHONPATH"
+            f"{name}: {error}; start from the module's folder, or add it to PYTHONPATH"
         ) from error
     try:
         with torch.device("meta"):
@@ -437,16 +433,12 @@ def _own(name: str) -> Model:
         raise ValueError(f"{name} returned {_kind(given)}; {WANTED}")
     layers = _layers(given[0])
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
-        raise ValueError(
-            f"{name} returned layers of {_kind(given[0])}: return an nn.Sequential or a list of layers"
-        )
+        raise ValueError(f"{name} returned layers of {_kind(given[0])}: return an nn.Sequential or a list")
     if len(given) == 5 and not callable(given[4]):
         raise ValueError(f"{name} returned {_kind(given[4])} as its fifth value; give {DIVIDES[15:]}")
     examples = {tensor.shape[0] if tensor.dim() else 0 for tensor in as_tuple(given[1])}
     if len(examples) != 1 or 0 in examples:
-        raise ValueError(
-            f"{name}: the inputs have {sorted(examples)} examples: give all of them the same first dimension"
-        )
+        raise ValueError(f"{name}: the inputs have {sorted(examples)} examples: give all as many")
     target, loss = (given[2], given[3]) if len(given) > 2 else (torch.empty(*examples, device="meta"), _mean)
     parameters = count_parameters(nn.ModuleList(layers))
     return Model(

@@ -47,8 +47,7 @@ class Layout:
         share = candidate.grid.replicas * candidate.num_microbatches
         if share * self.size != request.batch_size:
             raise ValueError(
-                f"{share} micro-batches of {self.size} are no mini-batch of {request.batch_size}; give "
-                f"{share * self.size} examples"
+                f"{share} micro-batches of {self.size} examples are not a mini-batch of {request.batch_size}"
             )
         self.candidate, self.costs, split = candidate, costs, candidate.splits
         times = times_on(candidate.grid, costs, self.size, request, split=split)
@@ -57,8 +56,7 @@ class Layout:
         self.topology = self._collectives.near
         if split and self._collectives.every_pass:
             raise ValueError(
-                f"schedule {candidate.schedule!r} splits backwards, and its W would find its parameters "
-                "sharded: gather once in a step (ZeRO-2)"
+                f"schedule {candidate.schedule!r} splits backwards, and W needs whole parameters: take ZeRO-2"
             )
         kinds = kinds_of(self.schedule)
         stages = list(zip(candidate.cut, candidate.remat, strict=True))

@@ -87,8 +87,7 @@ class Request:
                 raise ValueError(f"{given} is {getattr(self, name)}; give 1 or more")
         if self.accelerators % self.hosts:
             raise ValueError(
-                f"{self.accelerators} accelerators cannot be spread evenly over {self.hosts} hosts; give a "
-                "number of hosts that divides them"
+                f"{self.accelerators} accelerators do not divide into {self.hosts} hosts; give a divisor"
             )
         if self.hosts > 1 and self.between is None:
             raise ValueError(f"{self.hosts} hosts have no link between them; give one, such as infiniband")
@@ -98,10 +97,8 @@ class Request:
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is {self.precision!r}; choose one of {', '.join(PRECISIONS)}")
         if not 0 <= self.held_back_bytes < self.memory_bytes:
-            raise ValueError(
-                f"{self.held_back_bytes / 2**30:g} GiB are held back of {self.memory_bytes / 2**30:g}"
-                ", for what is no tensor: give more memory, or hold back less (--reserve-gib)"
-            )
+            held, memory = (each / 2**30 for each in (self.held_back_bytes, self.memory_bytes))
+            raise ValueError(f"{held:g} GiB are held back of {memory:g}: hold back less (--reserve-gib)")
 
     @property
     def held_back_bytes(self) -> int:
@@ -374,8 +371,7 @@ def check(request: Request, space: Space, num_layers: int) -> None:
     if all(grid.pp > num_layers for grid in all_grids):
         least = min(grid.pp for grid in all_grids)
         raise ValueError(
-            f"cannot cut {num_layers} layers into {least} stages: use at most {num_layers} workers, or "
-            "split the layers further"
+            f"cannot cut {num_layers} layers into {least} stages: use at most {num_layers} workers"
         )
     fitting = sorted({grid.replicas for grid in all_grids if grid.pp <= num_layers})
     if all(request.batch_size % replicas for replicas in fitting):
@@ -394,10 +390,9 @@ def check(request: Request, space: Space, num_layers: int) -> None:
             )
     if space.least_examples > 1 and next(ways(request, replace(space, least_examples=1), num_layers), None):
         raise ValueError(
-            f"the model takes micro-batches of {space.least_examples} examples or more: give fewer "
-            "micro-batches, or a larger mini-batch"
+            f"the model takes micro-batches of {space.least_examples} examples or more: give fewer of them"
         )
+    known = ", ".join(space.schedules)
     raise ValueError(
-        f"no schedule of {', '.join(space.schedules)} has {num_layers} layers' stages on these accelerators: "
-        "name others, such as 1f1b"
+        f"no schedule of {known} has stages of {num_layers} layers here: name others, such as 1f1b"
     )

@@ -25,8 +25,8 @@ from itertools import accumulate
 
 from gpipe_bench.pipeline.plan.links import Bucket, Gather, Link, bucket_bytes_of
 from gpipe_bench.planner.candidate import WRAPPED, Grid
-from gpipe_bench.planner.costs import Costs, ShardCosts, inside
-from gpipe_bench.planner.request import Topology
+from gpipe_bench.planner.costs import Costs, inside
+from gpipe_bench.planner.request import Request, Topology
 
 
 def all_reduce_s(num_bytes: float, ranks: int, link: Link) -> float:
@@ -83,33 +83,29 @@ class Collectives:
     """Costs that the collectives of a grid add to stages of any layers, for the search and for the replay.
 
     Args:
-        grid, near: the sizes of its dimensions, and the links of its rings
-        costs: of the layers as one accelerator has them (`divided`)
+        grid, request: the machines, what they do, and the links between them
+        costs: of the layers as one accelerator has them (`Costs.on`)
         microbatch_size: of the actions
         split: whether the schedule has I and W in the place of B
-        ahead: whether parameters are fetched while the layer before computes, as on an accelerator
-        shards: what parameters in parts were timed to add, in the place of fsdp's collectives
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        near: Topology,
-        costs: Costs,
-        microbatch_size: int,
-        *,
-        split: bool,
-        ahead: bool,
-        shards: ShardCosts | None = None,
+        self, grid: Grid, request: Request, costs: Costs, microbatch_size: int, *, split: bool
     ) -> None:
-        self.grid, self.near, self.shards, self._split, self._ahead = grid, near, shards, split, ahead
+        self.grid, self._split = grid, split
+        self._ahead = request.accelerated  # a CPU gathers and computes in turn
+        self.near = Topology(request, grid, costs.sum_link if request.link == costs.link else None)
+        # What parameters in parts were timed to add, in the place of fsdp's collectives.
+        self.shards = costs.shards(microbatch_size, grid.fsdp, grid.fsdp_level, request.link)
         no: list[tuple[float, ...]] = [()] * costs.num_layers
-        share = near.request.gathered_share if grid.fsdp > 1 else 1.0  # and so are their gradients
+        share = request.gathered_share if grid.fsdp > 1 else 1.0  # and so are their gradients
         self._gradients = [[share * size for size in layer] for layer in costs.parameter_bytes or no]
-        self.layer_bytes = list(map(sum, self._gradients))
-        self._layers_s = costs.at(microbatch_size).layers_s
-        rounds = list(map(self._rounds_s, costs.at(microbatch_size).rounds_bytes)) if grid.tp > 1 else []
-        self._rounds_sums = [list(accumulate(each, initial=0.0)) for each in zip(*rounds, strict=True)]
+        self.layer_bytes, at = list(map(sum, self._gradients)), costs.at(microbatch_size)
+        self._layers_s = at.layers_s
+        # Without word of rings, two sums of the activations of every layer.
+        rings = at.ring_bytes or [([size] * 4,) * 2 for size in (*at.activation_bytes, 0.0)]
+        seconds = [[self._rounds_s(sizes) for sizes in layer] for layer in rings] if grid.tp > 1 else []
+        self._rounds_sums = [list(accumulate(each, initial=0.0)) for each in zip(*seconds, strict=True)]
 
     def buckets(self, span: range) -> tuple[Bucket, ...]:
         """Returns the buckets summed over replicas, in the order in which they leave: whole gradients when a
@@ -184,11 +180,9 @@ class Collectives:
         ahead_s = longer_s(forward_kind(self._layers_s), slice(None), scattered=False)
         return ahead_s, longer_s(inside("B", remat), slice(None, None, -1), scattered=True)
 
-    def _rounds_s(self, layer: tuple[Sequence[float], Sequence[float]]) -> tuple[float, float]:
-        """Seconds in which the ranks that compute a layer together send, in a pass ahead and one back."""
-        ring, ranks = self.near.ring("tp"), self.grid.tp
-        ahead_s, back_s = (sum(all_gather_s(size, ranks, ring) for size in sizes) for sizes in layer)
-        return ahead_s, back_s
+    def _rounds_s(self, sizes: Sequence[float]) -> float:
+        """Seconds in which the ranks that compute a layer together send these bytes once round."""
+        return sum(all_gather_s(size, self.grid.tp, self.near.ring("tp")) for size in sizes)
 
     @property
     def every_pass(self) -> bool:

@@ -82,11 +82,6 @@ class SizeCosts:
     def num_layers(self) -> int:
         return len(next(iter(self.layers_s.values())))
 
-    @property
-    def rounds_bytes(self) -> Sequence[tuple[Sequence[float], Sequence[float]]]:
-        """`ring_bytes` of all layers."""
-        return self.ring_bytes or [([each] * 4, [each] * 4) for each in (*self.activation_bytes, 0.0)]
-
     def with_blocks(self, blocks: Container[int]) -> SizeCosts:
         """Adds the costs of B and I in blocks that run their forward once more inside."""
         again, layers_s = self.layers_s.get("R", self.layers_s.get("F", ())), dict(self.layers_s)
@@ -210,10 +205,6 @@ class Costs:
             update_s=[each / tp for each in self.update_s],
             parameter_bytes=[[each // tp for each in layer] for layer in self.parameter_bytes],
         )
-
-    def sums_beside(self, link: Link) -> Link | None:
-        """The link of sums over what messages take `link` between; None unless it is the measured one."""
-        return self.sum_link if link == self.link else None
 
     def shards(self, microbatch_size: int, shards: int, level: int, link: Link) -> ShardCosts | None:
         """Returns the costs of `shards` shards at that ZeRO level over `link`; None for one shard, or what

@@ -144,11 +144,11 @@ class Room:
             for worker, mine in enumerate(self._rows.homes)
         ]
 
-    def fits(self, worker: int, stages: Stages, remat: Sequence[str], cap: int) -> bool:
-        """Whether a worker has room for stages of these layers, which recompute so much."""
+    def fits(self, caps: Sequence[int], worker: int, stages: Stages, remat: Sequence[str]) -> bool:
+        """Whether a worker, whose bytes are in `caps`, has room for stages that recompute so much."""
         held = self._between_steps
         least = sum(held[stage.stop] - held[stage.start] for stage in stages) - self._all_ties
-        return least <= cap and self.memory(worker, stages, remat).peak <= cap
+        return least <= caps[worker] and self.memory(worker, stages, remat).peak <= caps[worker]
 
     def least_bytes(self) -> int:
         """Lower bound of the fullest worker's bytes between steps, for any cut: an equal share."""

@@ -8,7 +8,7 @@ import copy
 import importlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -155,11 +155,10 @@ class Model:
 
     def is_divisible(self, ranks: int) -> bool:
         """Whether so many ranks may compute each of its layers together."""
-        try:
+        with suppress(ValueError):
             self.check_divisible(ranks)
-        except ValueError:
-            return False
-        return True
+            return True
+        return False
 
     @property
     def by_megatron(self) -> bool:
@@ -431,7 +430,10 @@ def _own(name: str) -> Model:
         raise ValueError(f"{name} failed with {type(error).__name__}: {error}; {WANTED}") from error
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 4, 5):
         raise ValueError(f"{name} returned {_kind(given)}; {WANTED}")
-    layers = _layers(given[0])
+    whole = given[0]
+    is_foreign = isinstance(whole, nn.Module) and type(whole).__module__.startswith("transformers.")
+    is_sequence = is_foreign or isinstance(whole, nn.Sequential | list | tuple)
+    layers = tuple(layers_of(whole) if is_foreign else whole) if is_sequence else ()
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
         raise ValueError(f"{name} returned layers of {_kind(given[0])}: return an nn.Sequential or a list")
     if len(given) == 5 and not callable(given[4]):
@@ -443,20 +445,9 @@ def _own(name: str) -> Model:
     parameters = count_parameters(nn.ModuleList(layers))
     return Model(
         name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, shared_weights(layers),
-        Source(name, None, len(given) > 2, _is_foreign(given[0]), len(given) == 5),
+        Source(name, None, len(given) > 2, is_foreign, len(given) == 5),
         divide=given[4] if len(given) == 5 else None,
     )  # fmt: skip
-
-
-def _layers(given: object) -> tuple[nn.Module, ...]:
-    """Layers of a sequence, or of a model that `pipeline.layers_of` knows; empty for anything else."""
-    if _is_foreign(given):
-        return tuple(layers_of(given))  # type: ignore[arg-type]
-    return tuple(given) if isinstance(given, (nn.Sequential, list, tuple)) else ()
-
-
-def _is_foreign(given: object) -> bool:
-    return isinstance(given, nn.Module) and type(given).__module__.startswith("transformers.")
 
 
 def _mean(output: Any, target: Tensor) -> Tensor:

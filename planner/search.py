@@ -285,7 +285,7 @@ class Search:
         for _ in range(CUTS_ANEW):
             cut = best_cut(
                 self.schedule(way), self.times(way), self._steps(way).makespan_s,
-                fits=partial(_fits, room, caps), remats=self.remats(way), looks=looks, below_s=below_s,
+                fits=partial(room.fits, caps), remats=self.remats(way), looks=looks, below_s=below_s,
             )  # fmt: skip
             if cut is None or cut.step_s >= below_s:
                 break
@@ -342,9 +342,3 @@ class Search:
 
     def _times_of(self, grid: Grid, size: int, split: bool) -> LayerTimes:
         return times_on(grid, self.costs, size, self.request, split=split)
-
-
-def _fits(
-    room: Room, left: list[int], worker: int, stages: tuple[range, ...], remat: tuple[str, ...]
-) -> bool:
-    return room.fits(worker, stages, remat, left[worker])

@@ -20,8 +20,8 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.walk import execution_order
 from gpipe_bench.planner.candidate import REMATS, WRAPPED, Grid
 from gpipe_bench.planner.collectives import Collectives, forward_kind
-from gpipe_bench.planner.costs import Costs, ShardCosts, SizeCosts, inside
-from gpipe_bench.planner.request import Request, Topology
+from gpipe_bench.planner.costs import Costs, SizeCosts, inside
+from gpipe_bench.planner.request import Request
 
 
 def recomputed(remat: str, num_microbatches: int) -> int:
@@ -56,14 +56,12 @@ class LayerTimes:
         update_s: of the optimizer, of each layer; nothing if not given
         split: whether backwards are I and W, where the layers have them
         collectives: what a grid adds; nothing if not given
-        shards: what parameters in parts were timed to add
     """
 
     size: SizeCosts
     update_s: Sequence[float] = ()
     split: bool = True
     collectives: Collectives | None = None
-    shards: ShardCosts | None = None
     _stages: dict[tuple[int, int, str], StageTimes] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -73,7 +71,8 @@ class LayerTimes:
     def action_s(self, kind: str, span: range, remat: str) -> float:
         """Seconds of an action of a stage of these layers, its waits left out; `kind` as in `kinds_of`."""
         takes_s = self.size.seconds(inside(kind, remat), span)
-        return takes_s if self.shards is None else max(0.0, takes_s + self.shards.more(kind, span))
+        shards = self.collectives.shards if self.collectives else None
+        return takes_s if shards is None else max(0.0, takes_s + shards.more(kind, span))
 
     def stage(self, start: int, stop: int, remat: str = "never") -> StageTimes:
         """Returns the times of a stage of layers start..stop - 1 with this recomputation."""
@@ -123,12 +122,9 @@ def times_on(grid: Grid, costs: Costs, microbatch_size: int, request: Request, *
     grid that the costs know nothing of.
     """
     costs = costs.on(microbatch_size, grid.tp, sharded=request.gathers_half(grid.fsdp))
-    near = Topology(request, grid, costs.sums_beside(request.link))
-    shards = costs.shards(microbatch_size, grid.fsdp, grid.fsdp_level, request.link)
-    ahead = request.accelerated  # a CPU gathers and computes in turn
-    collectives = Collectives(grid, near, costs, microbatch_size, split=split, ahead=ahead, shards=shards)
-    update_s = [each / grid.fsdp for each in costs.update_s] if shards is None else shards.update_s
-    return LayerTimes(costs.at(microbatch_size), update_s, split, collectives, shards)
+    more = Collectives(grid, request, costs, microbatch_size, split=split)
+    update_s = more.shards.update_s if more.shards else [each / grid.fsdp for each in costs.update_s]
+    return LayerTimes(costs.at(microbatch_size), update_s, split, more)
 
 
 class QuickSteps:

@@ -82,20 +82,20 @@ class Pipeline(nn.Module):
             if wanted, "dp", "fsdp" and "tp" (`mesh.grid`). Replicas begin with the parameters and
             buffers of the first.
         zero: what the processes along "fsdp" hold in parts. 2 (the default): gradients and the optimizer's
-            state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs. See
-            `mesh.sharding`.
-        bucket_bytes: gradients that leave together on their way to the other replicas. Default: 25 MiB, or a
-            quarter of a stage's, if that is less, but 1 MiB.
+            state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs.
+        bucket_bytes: of gradients that leave together for other replicas. Default: 25 MiB, or a quarter of a
+            stage's, if that is less, but 1 MiB.
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
-        share_memory: whether ranks on one host exchange CPU tensors through memory that both map. Never where
-            a mesh divides parameters: the actions of a stage then wait for other processes themselves.
+        share_memory: whether ranks on one host exchange CPU tensors through memory that both map; never where
+            a mesh divides parameters.
         transport: another in-process transport, such as `InProcess(copy=True)`; not with `group` or `mesh`.
 
     How the layers run:
         seed: of their random streams (see `stage.layers`).
-        compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
-            chooses that, and a dict has arguments of `torch.compile`: backend, mode, fullgraph, dynamic. What
-            cannot be compiled whole runs as it is, with a warning; with fullgraph=True it is an error.
+        compile: whether `torch.compile` compiles each layer; or a backend's name, or a dict of
+        `torch.compile`'s
+            backend, mode, fullgraph, dynamic. What cannot be compiled whole runs as it is, with a warning;
+            with fullgraph=True it is an error.
 
     `ValueError` names an argument that does not fit and what would. A pipeline is neither copied nor pickled;
     its `state_dict` is.
@@ -272,8 +272,7 @@ class Pipeline(nn.Module):
         rank = 0 if self._ranks is None else self._ranks.rank
         if self.grid is None:
             return f"rank {rank}"
-        rank = dist.get_rank()
-        return f"rank {rank} ({self.grid.coordinates(rank)})"
+        return f"rank {dist.get_rank()} ({self.grid.coordinates(dist.get_rank())})"
 
     def step(
         self,
@@ -345,11 +344,9 @@ class Pipeline(nn.Module):
             tolerance: the largest difference that rounding explains, relative to the largest number of a
                 tensor. Default: 1e-9 for a model of float64, 1e-3 for float32, more for less.
 
-        Returns the largest difference that was found, within the tolerance.
-
-        Raises:
-            VerifyError: what differs first, its stage, by how much, and the likely cause; on every rank.
-            ValueError: a mesh with `fsdp` or `tp`, along which no process has whole parameters.
+        Returns the largest difference that was found, within the tolerance. `VerifyError`, on every rank,
+        says what differs first, its stage, by how much, and the likely cause; `ValueError` for a mesh with
+        `fsdp` or `tp`, along which no process has whole parameters.
         """
         return verify(self, batch, target, loss_fn, tolerance=tolerance)
 

@@ -303,7 +303,7 @@ class Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        if isinstance(self.state_dict[name], torch.Tensor):
+        if isinstance(self.state_dict[name], Tensor):
             raise ValueError(f"{name} should be a tensor and is none")
         try:
             torch.load(value, weights_only=True)

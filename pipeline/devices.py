@@ -28,9 +28,6 @@ _ON_HOST = ("cpu", "meta")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-# Which devices there are
-
-
 def is_accelerator(device: torch.device) -> bool:
     """Whether work on the device runs behind the host, in streams."""
     return device.type not in _ON_HOST
@@ -99,9 +96,7 @@ def new_stream(device: torch.device) -> torch.Stream:
 
 def current_stream(device: torch.device) -> torch.Stream:
     """The queue that operations on the device go to now."""
-    if not is_accelerator(device):
-        return torch.Stream(device)
-    return torch.accelerator.current_stream(device)
+    return torch.accelerator.current_stream(device) if is_accelerator(device) else torch.Stream(device)
 
 
 def using(stream: torch.Stream) -> AbstractContextManager[Any]:

@@ -83,9 +83,8 @@ def summary(error: BaseException) -> str:
 
 def check_equal(found: Sequence[object], who: str = "rank") -> None:
     """`ValueError`, on every rank alike, if what the ranks (or what `who` says) build is not the same."""
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise ValueError(
-                f"{who} {rank} builds another pipeline than {who} 0: its layers, cuts, schedule or seed "
-                "differ; give all ranks the same arguments"
-            )
+    if others := [rank for rank, other in enumerate(found) if other != found[0]]:
+        raise ValueError(
+            f"{who} {others[0]} builds another pipeline than {who} 0: its layers, cuts, schedule or seed "
+            "differ; give all ranks the same arguments"
+        )

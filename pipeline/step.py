@@ -1,9 +1,8 @@
 """Runs one mini-batch through this process's stages; even a failure ends the step on every rank.
 
-Nothing is decided here: the schedule says what happens in which order, the stages know how, the transport
-moves what has to move. What is left is a loop (`run`) over what `prepare` has looked up once. A forward-only
-pass has no loss and only takes forward actions. Around the loop is what must hold for both (`Steps`): the
-stages get their micro-batches and targets, and a failure leaves no rank waiting.
+The schedule says what happens in which order, the stages know how, the transport moves what has to move. What
+is left is a loop (`run`) over what `prepare` has looked up once; around it the stages get their micro-batches
+and targets, and a failure leaves no rank waiting (`Steps`). A forward-only pass only takes forward actions.
 """
 
 from __future__ import annotations
@@ -173,9 +172,8 @@ class Steps:
 
     def _follow(self, num_microbatches: int) -> None:
         """The steps take so many micro-batches from now on, which may be fewer than the schedule has."""
-        whole = self._schedule
-        is_whole = num_microbatches == whole.num_microbatches
-        self._rows = whole if is_whole else shortened(whole, num_microbatches)
+        is_whole = num_microbatches == self._schedule.num_microbatches
+        self._rows = self._schedule if is_whole else shortened(self._schedule, num_microbatches)
         for stage in self._stages.values():
             stage.follow(self._rows)
 

@@ -71,10 +71,9 @@ class EdgeTransport(Protocol):
 
 
 class InProcess:
-    """All stages in this process, on one device, or with `devices` each on its own.
-
-    With `copy` each stage gets a tensor of its own, as on separate devices; `observe_transfer`, given the
-    receiving stage, is entered around the copy, so that a memory tracker can charge it to its owner.
+    """All stages in this process, on one device, or with `devices` each on its own. With `copy` each stage
+    gets a tensor of its own, as on separate devices; `observe_transfer`, given the receiving stage, is
+    entered around the copy, so that a memory tracker can charge it to its owner.
     """
 
     release = None
@@ -229,20 +228,16 @@ class PortalTransport:
             return gradients
         num_given, of_output, named = self._places.pop((edge.source, microbatch))
         found: list[Tensor | None] = [None] * num_given
+        of_portals: Gradients = ()
+        places = [named[name] for line in reversed(self._out[edge.source]) for name in line.names]
         for line in reversed(self._out[edge.source]):
-            of_portals = self.inner.receive_back(line, microbatch)
-            for name, gradient in zip(line.names, of_portals, strict=True):
-                _add(found, named[name], gradient)
-        for place, gradient in zip(of_output, gradients, strict=True):
-            _add(found, place, gradient)
+            of_portals += self.inner.receive_back(line, microbatch)
+        for place, gradient in zip((*places, *of_output), (*of_portals, *gradients), strict=True):
+            if gradient is not None:
+                before = found[place]
+                found[place] = gradient if before is None else before + gradient
         return tuple(found)
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         self._places.clear()
         return self.inner.abort(action, error)
-
-
-def _add(found: list[Tensor | None], place: int, gradient: Tensor | None) -> None:
-    if gradient is not None:
-        before = found[place]
-        found[place] = gradient if before is None else before + gradient

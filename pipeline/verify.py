@@ -143,9 +143,6 @@ def verify(
     return float(max(said))
 
 
-# The two steps
-
-
 def _as_pipeline(
     pipeline: Pipeline, own: Mapping[int, nn.Module], batch: Tree | None, target: Tree | None, loss_fn: LossFn
 ) -> _Step:
@@ -234,9 +231,6 @@ def _as_plain(
     for step in steps:
         step.loss, step.gradients = sum(each.loss for each in steps), _gradients(layers)
     return steps
-
-
-# What differs first
 
 
 def _compare(
@@ -387,12 +381,8 @@ def _streams() -> dict[str, object]:
 
 
 def _moved(tree: Tree, device: torch.device) -> Tree:
-    if all(tensor.device == device for tensor in tensors_of(tree)):
-        return tree
-    return change(tree, lambda tensor: tensor.to(device), "the mini-batch")
-
-
-# Everything as it was
+    is_there = all(tensor.device == device for tensor in tensors_of(tree))
+    return tree if is_there else change(tree, lambda tensor: tensor.to(device), "the mini-batch")
 
 
 class _Before:

@@ -82,10 +82,8 @@ P40 = Accelerator(
 )
 
 UPDATE_BYTES = {"rmsprop": 28, "momentum": 20, "sgd": 12, "adam": 28}
-"""Bytes that an optimizer moves for each float32 parameter where one kernel reads value, gradient and state
-once and writes value and state once, as TensorFlow's `training_ops` and torch's `fused=True` do; torch's
-default moves two to three times as much.
-"""
+"""Bytes that an optimizer moves for each float32 parameter where one kernel does all, as TensorFlow's
+`training_ops` and torch's `fused=True`; torch's default moves two to three times as much."""
 
 TPUS = {each.name: each for each in (TPU_V2, TPU_V3)}
 

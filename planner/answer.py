@@ -244,9 +244,7 @@ LOOKED_AT = 6
 
 
 def on_engine(model: Model, request: Request, space: Space) -> Space:
-    """Returns the space without what cannot be run: by this engine, if it is to run the plan, else by any.
-    `ValueError` for tensor parallelism that the engine does not have.
-    """
+    """The space without what cannot run, by this engine where it is to; ValueError for such a tp."""
     space = replace(space, least_examples=model.least_examples)
     if not _is_here(request):
         return replace(space, sharded_stages=space.sharded_stages and not model.ties)
@@ -323,9 +321,7 @@ class _Cuts:
         return Found(self.way.candidate(self.cut, remat), self.room.counted(self.cut, remat))
 
     def improve(self) -> None:
-        """The cut whose fullest worker is smallest; where a worker has several stages, layers are moved over
-        one boundary at a time while the fullest worker gets less full.
-        """
+        """Makes the fullest worker less full; several stages of a worker exchange a layer at a time."""
         layers = len(self.room.layers)
         if len(self.cut) == layers or layers > MOST_LAYERS:
             return
@@ -350,9 +346,7 @@ class _Cuts:
 
 
 def nothing_fits(model: Model, request: Request, space: Space, least: Found, *, as_one: bool = False) -> str:
-    """One line: the smallest peak, where it is, and what would do. With `as_one` all accelerators are one
-    pipeline, and stay one where there are more of them.
-    """
+    """One line: the smallest peak, where it is, and what would do; `as_one` keeps one pipeline over all."""
     needed = math.ceil((least.peak + request.held_back_bytes) / GIB * 100) / 100
     helps = [*_remedies(model, request, space, as_one), f"--memory-gib {needed:g}"]
     held = f", {request.held_back_bytes / GIB:g} of them held back (--reserve-gib)"

@@ -160,9 +160,7 @@ class Collectives:
         )
 
     def waits_s(self, span: range, remat: str = "never") -> tuple[float, float]:
-        """Seconds that a pass ahead and one back wait for ZeRO-3's gathers, and for what the ranks that
-        compute a layer together send, which blocks that recompute send again.
-        """
+        """Seconds that a pass ahead and one back wait for ZeRO-3's gathers and tensor parallel sums."""
         ahead_s, back_s = self._gathered_s(span, remat) if self.every_pass else (0.0, 0.0)
         if self.grid.tp == 1:
             return ahead_s, back_s

@@ -100,9 +100,7 @@ class SizeCosts:
         return {kind: list(accumulate(seconds, initial=0.0)) for kind, seconds in self.layers_s.items()}
 
     def seconds(self, kind: str, span: range) -> float:
-        """Seconds of an action on a stage of these layers; "B first" falls back to "B". ValueError for a kind
-        that was not timed.
-        """
+        """Seconds of an action on a stage of these layers; ValueError for a kind that was not timed."""
         plain = kind.removesuffix(FIRST)
         bare, _, remat = plain.partition(" ")
         if len(span) == self.num_layers and bare in self.whole_s:
@@ -188,23 +186,17 @@ class Costs:
         return self.sizes[microbatch_size]
 
     def on(self, microbatch_size: int, tp: int, *, sharded: bool) -> Costs:
-        """Returns the costs at one size on each of `tp` accelerators that compute every layer together,
-        without their messages to each other; `sharded` where parameters are gathered.
-        """
+        """The costs on each of `tp` accelerators; `sharded` where parameters are gathered."""
         size = self.variants(microbatch_size, tp, sharded) if self.variants is not None else None
-        if size is None:
-            size = self.at(microbatch_size)
-            if tp > 1:
-                layers_s = {kind: [each / tp for each in seconds] for kind, seconds in size.layers_s.items()}
-                size = replace(size, layers_s=layers_s, whole_s={}, shards_s={})
         if tp == 1:
-            return replace(self, sizes={**self.sizes, microbatch_size: size})
-        return replace(
-            self,
-            sizes={microbatch_size: size},
-            update_s=[each / tp for each in self.update_s],
-            parameter_bytes=[[each // tp for each in layer] for layer in self.parameter_bytes],
-        )
+            return replace(self, sizes={**self.sizes, microbatch_size: size or self.at(microbatch_size)})
+        if size is None:
+            whole = self.at(microbatch_size)
+            layers_s = {kind: [each / tp for each in seconds] for kind, seconds in whole.layers_s.items()}
+            size = replace(whole, layers_s=layers_s, whole_s={}, shards_s={})
+        update_s = [each / tp for each in self.update_s]
+        parts = [[each // tp for each in layer] for layer in self.parameter_bytes]
+        return replace(self, sizes={microbatch_size: size}, update_s=update_s, parameter_bytes=parts)
 
     def shards(self, microbatch_size: int, shards: int, level: int, link: Link) -> ShardCosts | None:
         """Returns the costs of `shards` shards at that ZeRO level over `link`; None for one shard, or what

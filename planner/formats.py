@@ -286,7 +286,29 @@ def _megatron(model: Model, candidate: Candidate, request: Request) -> tuple[dic
         differs.append("weights are kept in bfloat16 beside float32, not in float32 alone")
     if workers > 1:
         differs.append("the last norm is where the last block is, not before the output")
-    return {"blocks": len(blocks), "layout": "|".join(parts)}, differs
+    grid, recomputes = candidate.grid, candidate.remat[0] != "never"
+    parameters = "optim_grads_params" if grid.fsdp_level == 3 else "optim_grads"
+    flags = {
+        f"--num-layers {len(blocks)}": True,
+        f"--tensor-model-parallel-size {grid.tp}": True,
+        f"--pipeline-model-parallel-size {workers}": True,
+        f"--micro-batch-size {candidate.microbatch_size}": True,
+        f"--global-batch-size {request.batch_size}": True,
+        f"--optimizer {request.optimizer}": True,
+        f"--pipeline-model-parallel-layout '{'|'.join(parts)}'": workers > 1,
+        "--bf16": request.precision == "bfloat16",
+        "--untie-embeddings-and-output-weights": not model.ties,
+        "--sequence-parallel": grid.tp > 1 and model.sequence_parallel(grid.tp),
+        "--use-megatron-fsdp": grid.fsdp > 1,
+        f"--data-parallel-sharding-strategy {parameters}": grid.fsdp > 1,
+        "--use-distributed-optimizer": grid.fsdp > 1,
+        "--ckpt-format fsdp_dtensor": grid.fsdp > 1,
+        f"--num-distributed-optimizer-instances {grid.dp}": grid.fsdp > 1 and grid.dp > 1,
+        "--recompute-granularity full": recomputes,
+        "--recompute-method uniform": recomputes,
+        "--recompute-num-layers 1": recomputes,
+    }
+    return {"flags": [flag for flag, is_set in flags.items() if is_set]}, differs
 
 
 def _sharing(form: str, model: Model, tie: SharedWeight) -> str:

@@ -201,9 +201,7 @@ def _apart(
 
 
 def _link(messages: Iterable[tuple[float, float]], gap_s: float) -> Link:
-    """Returns the link that explains the messages' times: a latency, beyond what is in the gap between two
-    actions, and a bandwidth if larger messages took longer.
-    """
+    """The link that explains the messages: a latency beyond the gap between two actions, and a bandwidth."""
     points = sorted(_medians(messages).items())
     (small, short_s), (large, long_s) = points[0], points[-1]
     bandwidth = (large - small) / (long_s - short_s) if large > small and long_s > short_s else inf

@@ -43,9 +43,8 @@ LATELY = 64
 
 
 class Footprints:
-    """Memory of the stages of one model at one micro-batch size. Each stage has a number; stages of the same
-    layers with the same recomputation inside share one. `profile_of` gives the profiles by what blocks
-    recompute inside.
+    """Memory of the stages of one model at one micro-batch size; those of the same layers with the same
+    recomputation inside, by which `profile_of` gives profiles, share a number.
     """
 
     def __init__(self, profile_of: Callable[[str], ModelProfile]) -> None:
@@ -264,9 +263,7 @@ class Rooms:
 
 
 class Rows:
-    """The rows of one schedule without recomputation as a search asks for their memory, walked once without
-    sizes. Receives are posted one ahead between workers.
-    """
+    """The rows of one schedule without recomputation, walked once; workers post one receive ahead."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule

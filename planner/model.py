@@ -1,6 +1,4 @@
-"""The models of `plan`: published shapes by name and one's own, built without memory; and where they come
-from (`Source`), which is sent to processes that time them.
-"""
+"""The models of `plan`: published shapes by name and one's own, built without memory, with their `Source`."""
 
 from __future__ import annotations
 
@@ -346,7 +344,8 @@ def model_of(
     num_filters: int | None = None,
     seq_len: int | None = None,
 ) -> Model:
-    """The published shape, Table 1's model or the user's `module:function` of that name.
+    """The published shape, Table 1's model or the user's `module:function` of that name. ValueError, naming
+    value and remedy, for what is neither or cannot be built.
 
     Args:
         name: a key of `gpipe_bench.models.SHAPES`, "transformer-lm" or "amoebanet-d" with Table 1's options,
@@ -356,8 +355,6 @@ def model_of(
         num_layers: blocks, instead of the shape's own; of GPT-2, Llama and Table 1's models only
         num_filters: of AmoebaNet-D only
         seq_len: tokens of an example, instead of the shape's own; of GPT-2 and Llama only
-
-    Raises ValueError, naming value and remedy, for what is neither or cannot be built.
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"--batch-size {batch_size}: a mini-batch has at least 1 example")
@@ -370,9 +367,10 @@ def model_of(
         names = [*(half.model for half in HALVES.values()), *SHAPES]
         known, close = ", ".join(names), suggestion(name, names)
         raise ValueError(f"unknown model {name!r}{close}; known: {known}, and one's own as module:function")
-    if seq_len is not None and (name not in SHAPES or SHAPES[name][0] == "unet" or seq_len < 1):
+    is_fixed = name not in SHAPES or SHAPES[name][0] == "unet"
+    if seq_len is not None and (is_fixed or seq_len < 1):
         raise ValueError(f"--seq-len {seq_len}: {name} has the tokens it has; leave the option out")
-    if num_layers is not None and (name not in SHAPES or SHAPES[name][0] == "unet"):
+    if num_layers is not None and is_fixed:
         raise ValueError(f"--num-layers {num_layers}: {name} has the layers it has; leave the option out")
     if name not in SHAPES:
         found = _own(name)

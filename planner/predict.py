@@ -255,9 +255,7 @@ def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, *
 
 
 def even_stages(work: Mapping[Action, float], schedule: Schedule) -> dict[Action, float]:
-    """Spreads the same total work evenly: a kind of work on a micro-batch takes every worker equally long,
-    and each of a worker's stages as long as its others.
-    """
+    """Spreads each kind of work on a micro-batch evenly over the workers, and over a worker's stages."""
     alike: dict[tuple[Kind, int], list[Action]] = {}
     for action in work:
         alike.setdefault((action.kind, action.microbatch), []).append(action)

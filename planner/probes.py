@@ -135,8 +135,7 @@ class Trained:
         """The optimizer's step of these layers, which have gradients; seconds of each."""
         found = {}
         for index in layers:
-            optimizer = self._optimizers[index]
-            if optimizer is not None:
+            if (optimizer := self._optimizers[index]) is not None:
                 devices.synchronize(device)
                 start_s = perf_counter()
                 optimizer.step()
@@ -177,9 +176,7 @@ class Bench:
         over: Mapping[str, Any] | None = None,
         layers: Sequence[nn.Module] | None = None,
     ) -> tuple[Pipeline, Callable[[], object]]:
-        """A pipeline of the layers, or of these, and its step; `over` what arguments of `Pipeline` say, in
-        this process alone if not given. Each replica has a mini-batch of its own.
-        """
+        """A pipeline of the layers, or of these, `over` processes as `Pipeline` is told, and its step."""
         number = schedule.num_microbatches
         pipeline = Pipeline(
             layers or self.layers, partition=cut, num_microbatches=number, schedule=schedule, **(over or {})
@@ -188,8 +185,7 @@ class Bench:
 
     def step(self, pipeline: Pipeline, size: int, number: int) -> Callable[[], object]:
         """Returns a function that runs a step of `number` micro-batches of that size."""
-        batch, target = self.job.source.batch(size * number, str(self.device))
-        return partial(pipeline.step, batch, target, self.loss)
+        return partial(pipeline.step, *self.job.source.batch(size * number, str(self.device)), self.loss)
 
     def reference(self) -> int:
         """Runs the reference step in all processes at once. Returns its number."""

@@ -161,9 +161,7 @@ _GENERATIONS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
 
 
 def link_named(name: str, device_type: str = "") -> Link:
-    """The preset of that name, or the generation of it that goes with an accelerator. `ValueError` for a name
-    that neither is, or an accelerator that has none of it.
-    """
+    """The preset of that name, or its generation for an accelerator; ValueError for none."""
     if name in LINKS:
         return LINKS[name]
     if name not in _GENERATIONS:
@@ -177,9 +175,7 @@ def link_named(name: str, device_type: str = "") -> Link:
 
 
 def link_within(device_type: str) -> Link:
-    """Returns the default link between the accelerators of a host: NVLink where the card has it, else PCIe.
-    `ValueError` for TPUs, whose interconnect is no preset.
-    """
+    """The default link in a host: NVLink where the card has it, else PCIe; ValueError for TPUs."""
     if device_type.lower().startswith("tpu"):
         raise ValueError(f"what connects {device_type} is no preset; give one that is like it, or free")
     has_nvlink = device_type.lower().startswith(tuple(s for ours, _ in _GENERATIONS["nvlink"] for s in ours))
@@ -188,9 +184,7 @@ def link_within(device_type: str) -> Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Which link connects which ranks; a grid takes the machines' first ranks. `sums`, if known, replaces the
-    links between replicas in sums over them.
-    """
+    """Which link connects which of the first ranks; `sums`, if known, is that of sums over replicas."""
 
     request: Request
     grid: Grid

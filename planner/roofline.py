@@ -88,10 +88,7 @@ class Operation(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """The operations of a layer, and what it passes on.
-
-    `inputs` are those of a backward that goes for its inputs alone.
-    """
+    """The operations of a layer, also of a backward for its inputs alone, and what it passes on."""
 
     forward: list[Operation]
     backward: list[Operation]
@@ -314,9 +311,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> float:
-    """Counts floating-point operations as torch does; fused attention has two products of all pairs of tokens
-    forward and five backward, half as many if it is causal.
-    """
+    """As torch counts; fused attention has two products of all pairs ahead, five back; half if causal."""
     packet = func._overloadpacket
     if "_scaled_dot_product" in func.__name__:
         given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs

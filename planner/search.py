@@ -90,9 +90,7 @@ class BlockKind(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The layers that most of a model are: how many, what one is with each recomputation, and the least
-    seconds in which a micro-batch passes one.
-    """
+    """The layers that most of a model are: their number, each one's kinds, the least seconds to pass one."""
 
     number: int
     kinds: tuple[BlockKind, ...]
@@ -193,9 +191,7 @@ class Search:
         return min((share * count * each * filled_s for each in takes_s), default=inf), about_s
 
     def may_beat(self, way: Way, below_s: float) -> bool:
-        """Whether workers have room and time for all blocks of a model within `below_s`; True without blocks
-        that are alike. A worker begins when a micro-batch has been through all before it.
-        """
+        """Whether workers, which begin when a micro-batch has passed earlier ones, can hold all blocks."""
         block = self.block(way)
         if block is None:
             return True
@@ -236,9 +232,7 @@ class Search:
     def _block_bytes_of(
         self, fsdp: int, dp: int, level: int, tp: int
     ) -> tuple[int, int, dict[str, tuple[float, float, float]]] | None:
-        """Where blocks begin, their number, and by recomputation a worker's bytes: beside them, of each, and
-        of each for every example under way.
-        """
+        """Where blocks begin, their number, and bytes by recomputation as in `BlockKind`, per example."""
         grid, size = Grid(1, dp, fsdp, level, tp), min(self.costs.sizes)
         room = self.room(Way(grid, "gpipe", 1, 1, size))
         alike = [id(layer) for layer in room.layers]
@@ -263,12 +257,10 @@ class Search:
         few = min(count, 4 * workers)
         found = []
         for row in named(name, workers, few, stages_per_worker=per_worker).actions:
-            under_way = dict.fromkeys((action.stage for action in row), 0)
-            most = 0
-            for action in row:
-                if action.kind is not Kind.W:
-                    under_way[action.stage] += 1 if action.kind is Kind.F else -1
-                    most = max(most, min(under_way.values()))
+            under_way, most = dict.fromkeys((action.stage for action in row), 0), 0
+            for action in (action for action in row if action.kind is not Kind.W):
+                under_way[action.stage] += 1 if action.kind is Kind.F else -1
+                most = max(most, min(under_way.values()))
             found.append(count if most == few else most)
         return tuple(found)
 
@@ -329,11 +321,8 @@ class Search:
         return self._times(way.grid, way.microbatch_size, way.splits)
 
     def _steps_of(self, way: Way) -> LongSteps:
-        def rows(count: int) -> Schedule:
-            return self.room.rows(way, count).schedule
-
         links = self._boundaries(way.grid, way.schedule, way.stages_per_worker)
-        return LongSteps(rows, way.num_microbatches, links)
+        return LongSteps(lambda count: self.room.rows(way, count).schedule, way.num_microbatches, links)
 
     def _links_of(self, grid: Grid, name: str, per_worker: int) -> tuple[Link, ...]:
         small = named(name, grid.pp, 1, stages_per_worker=per_worker)

@@ -118,9 +118,7 @@ class LayerTimes:
 
 
 def times_on(grid: Grid, costs: Costs, microbatch_size: int, request: Request, *, split: bool) -> LayerTimes:
-    """The times of the layers on a grid; `split` where a schedule has I and W. ValueError for a size or a
-    grid that the costs know nothing of.
-    """
+    """The times of the layers on a grid; ValueError for a size or a grid that the costs know nothing of."""
     costs = costs.on(microbatch_size, grid.tp, sharded=request.gathers_half(grid.fsdp))
     more = Collectives(grid, request, costs, microbatch_size, split=split)
     update_s = more.shards.update_s if more.shards else [each / grid.fsdp for each in costs.update_s]
@@ -234,9 +232,7 @@ class QuickSteps:
         return max(free)
 
     def _fetched(self, gathers: Sequence[tuple[Gather, ...]]) -> list[tuple[tuple[float, float], ...]]:
-        """Returns, for each stage, the share of its first forward after which each fetch is needed, and when
-        that ends: each worker fetches from the start of the step on, one after the other.
-        """
+        """For each stage, the shares of its first forward at which fetches are needed, and when those end."""
         ends, found = [0.0] * self.schedule.num_workers, []
         for worker, each in zip(self._homes, gathers, strict=True):
             there = []
@@ -248,9 +244,7 @@ class QuickSteps:
 
 
 class LongSteps:
-    """Steps of a schedule of many micro-batches, from two shorter ones: in between it repeats itself. `rows`
-    makes the schedule of so many micro-batches.
-    """
+    """Steps of a schedule (`rows`) of many micro-batches, from two shorter ones: it repeats itself."""
 
     def __init__(self, rows: Callable[[int], Schedule], num_microbatches: int, links: Sequence[Link]) -> None:
         workers = rows(1).num_workers
@@ -360,8 +354,7 @@ def best_cut(
         return inf if remat is None else times.stage(start, stop, remat).microbatch_s(remat)
 
     def in_time(stage: int, start: int, stop: int) -> bool:
-        """Whether a worker has time for all micro-batches, from when the first has passed all stages before
-        its own until the last one's way back through these.
+        """Whether a worker has time for all micro-batches, from the first one's coming to the last one's end.
         """
         remat = least_remat(stage, (range(start, stop),))
         return remat is not None and times.passed_s(start) + busy_s(range(start, stop), remat) < below_s
@@ -418,9 +411,8 @@ def _fill(takes: Callable[[int, int, int], bool], num_layers: int, num_stages: i
 def filled(
     cost: Callable[[int, int, int], float], num_layers: int, num_stages: int, narrow: float = NARROW
 ) -> Partition | None:
-    """Stages filled up to the least limit of their cost (stage, first layer, end), found up to a share
-    `narrow` of it; None where none holds them. Stages cost more the longer they are and the earlier they
-    begin.
+    """Stages filled up to the least limit of their cost (stage, first layer, end), within a share `narrow`;
+    None where none holds them. Longer stages cost more, and earlier ones.
     """
 
     def within(limit: float) -> Partition | None:

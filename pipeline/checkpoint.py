@@ -5,8 +5,8 @@ one split and load with another. Beside model and optimizer a run depends on the
 keys the random streams. On a grid all processes of the mesh write one checkpoint, each some of what several
 have, and its part of what is divided.
 
-The ranks agree through connections of the pipeline's own and not through the collectives of that package,
-which wait for as long as the user's process group says and cannot tell which rank is missing.
+The ranks agree through connections of the pipeline's own: the collectives of that package wait for as long as
+the user's process group says and cannot tell which rank is missing.
 
 The index `.metadata` alone says what the checkpoint is: it names files that no other save has written. A save
 writes new files beside the old ones; when its index takes the place of the old one the checkpoint is

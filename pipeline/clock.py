@@ -80,13 +80,8 @@ class Clock:
 
     def timeline(self, num_stages: int, placement: tuple[int, ...] = ()) -> Timeline:
         """The latest step. Waits for the device. `ValueError` before the first complete step."""
-        return Timeline.of(
-            self.events(),
-            num_stages,
-            devices=[str(device) for device in self._devices],
-            conditions=conditions(),
-            placement=placement,
-        )
+        places, limits = [*map(str, self._devices)], conditions()
+        return Timeline.of(self.events(), num_stages, devices=places, conditions=limits, placement=placement)
 
 
 def _recorded(event: torch.Event, device: torch.device) -> torch.Event:

@@ -150,9 +150,6 @@ def _cycles_per_s(device: torch.device) -> float:
     return cycles / begin.elapsed_time(end) * 1e3
 
 
-# Memory
-
-
 def total_memory_bytes(device: torch.device) -> int:
     """Bytes of memory of an accelerator; 0 for a CPU, whose memory is the host's."""
     return torch.accelerator.get_memory_info(device)[1] if is_accelerator(device) else 0
@@ -174,9 +171,6 @@ def empty_cache(device: torch.device) -> None:
     """Gives memory that no tensor uses back to the device, of all accelerators of the process."""
     if is_accelerator(device):
         torch.accelerator.empty_cache()
-
-
-# Random numbers
 
 
 def generator(device: torch.device) -> torch.Generator:

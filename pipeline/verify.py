@@ -100,9 +100,8 @@ def verify(
     before = _Before([*everything.values(), loss_fn])
     known = [(stage, stage.known()) for stage in pipeline._stages.values()]
     device = next(iter(pipeline._stages.values())).device
-    replica = 0 if grid is None else grid.replica
+    replica, is_alone = 0 if grid is None else grid.replica, pipeline._ranks is None
     has_loss = pipeline._schedule.num_stages - 1 in pipeline._stages
-    is_alone = pipeline._ranks is None
     caches = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
     torch.set_autocast_cache_enabled(False)  # as in a step
     parametrize._cache_enabled = 0
@@ -176,8 +175,7 @@ def _as_plain(
 ) -> list[_Step]:
     """Runs the step on the plain model with each replica's share; all results have the summed gradients."""
     num_replicas = 1 + max(each.replica for each in brought)
-    num_layers = len(pipeline._layer_names)
-    sequence = tuple([layers[index] for index in range(num_layers)])
+    sequence = tuple([layers[index] for index in range(len(pipeline._layer_names))])
     declared = declarations(sequence)
     has_portals = any(map(any, declared))
     schedule = pipeline._steps.latest

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from gpipe_bench.pipeline.plan.partition import Partition, partition
@@ -314,7 +315,7 @@ class _Cuts:
 
     def found(self) -> Found:
         """The cut, with its messages."""
-        again = {}
+        again: dict[int, str] = {}
         for worker, mine in enumerate(self.homes):
             again |= dict.fromkeys(mine, self.least(worker, tuple(self.cut[stage] for stage in mine))[1])
         remat = tuple(again[stage] for stage in range(len(self.cut)))
@@ -378,17 +379,14 @@ def _remedies(model: Model, request: Request, space: Space, as_one: bool) -> Ite
         within = replace(space, **change)
         if within != space and fits(within):
             yield f"no {option}"
-    divides = not (_is_here(request) and model.by_megatron)
-    for ranks in (2, 4, 8) if space.tp == every.tp and divides and not as_one else ():
-        if model.is_divisible(ranks) and fits(replace(space, tp=(ranks,))):
-            yield f"--tp {ranks}"
-            break
+    divides = space.tp == every.tp and not as_one and not (_is_here(request) and model.by_megatron)
+    wider = (n for n in (2, 4, 8) if divides and model.is_divisible(n) and fits(replace(space, tp=(n,))))
+    yield from (f"--tp {ranks}" for ranks in islice(wider, 1))
     if as_one and "always" not in space.remats and fits(replace(space, remats=("always",))):
         yield "--remat always"
-    for more in (2 * request.accelerators, 4 * request.accelerators, 8 * request.accelerators):
-        if fits(replace(space, pp=(more,)) if as_one else space, accelerators=more):
-            yield f"--accelerators {more}"
-            break
+    larger = (times * request.accelerators for times in (2, 4, 8))
+    enough = (n for n in larger if fits(replace(space, pp=(n,)) if as_one else space, accelerators=n))
+    yield from (f"--accelerators {number}" for number in islice(enough, 1))
     if request.precision == "float32" and fits(precision="bfloat16"):
         yield "--precision bfloat16"
     if request.optimizer != "sgd" and fits(optimizer="sgd"):

@@ -183,14 +183,10 @@ def _apart(
     fine: Mapping[str, Sequence[float]], coarse: Mapping[str, Sequence[float]]
 ) -> tuple[dict[str, Sequence[float]], dict[str, float]]:
     """Seconds of layers and of an action, from those of layers and of real stages."""
-    layers_s: dict[str, Sequence[float]] = {}
+    layers_s: dict[str, Sequence[float]] = {**fine}
     action_s: dict[str, float] = {}
-    for kind in sorted(fine, key=lambda kind: kind.endswith(FIRST)):
-        seconds, plain = fine[kind], kind.removesuffix(FIRST)
-        if kind not in coarse:
-            layers_s[kind] = seconds
-            continue
-        together = sum(coarse[kind])
+    for kind in sorted(fine.keys() & coarse.keys(), key=lambda kind: kind.endswith(FIRST)):
+        seconds, plain, together = fine[kind], kind.removesuffix(FIRST), sum(coarse[kind])
         if kind == plain:
             action_s[kind] = max(0.0, (sum(seconds) - together) / (len(seconds) - len(coarse[kind])))
         own = [max(0.0, each - action_s[plain]) for each in seconds]

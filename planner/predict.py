@@ -67,11 +67,7 @@ class Layout:
     def timeline(
         self, speeds: Sequence[float] | None = None, factors: dict[Action, float] | None = None
     ) -> Timeline:
-        """The step.
-
-        Args:
-            speeds: of each worker, how many times as long everything takes there
-            factors: of each action, likewise; 1 where there is none
+        """The step, everything `speeds` times as long on each worker, and each action by its factor, if any.
         """
         slower = speeds or [1.0] * self.schedule.num_workers
         duration = {
@@ -140,6 +136,7 @@ def predict(candidate: Candidate, costs: Costs, request: Request, *, parts: bool
     drawn = layout.drawn_s()
     step_s = median(drawn)
     edge = round(0.025 * (len(drawn) - 1))
+    beside = {"grid": layout.topology.describe()} if request.hosts > 1 else {}
     held: tuple[StageMemory, ...] = ()
     if costs.profiles is not None:
         from gpipe_bench.planner.memory import Rooms
@@ -156,8 +153,7 @@ def predict(candidate: Candidate, costs: Costs, request: Request, *, parts: bool
         peak_bytes=tuple(each.peak for each in held) or (0,) * workers,
         peak_when=tuple(each.when for each in held) or ("",) * workers,
         parts_s=layout.parts_s(step_s) if parts else {},
-        provenance=dict(costs.provenance)
-        | ({"grid": layout.topology.describe()} if request.hosts > 1 else {}),
+        provenance={**costs.provenance, **beside},
     )
 
 

@@ -103,9 +103,8 @@ class Request:
     @property
     def held_back_bytes(self) -> int:
         """Bytes of each accelerator that are reserved for what is no tensor."""
-        if self.reserve_bytes is not None:
-            return self.reserve_bytes
-        return RESERVED_BYTES if self.accelerated else 0
+        usual = RESERVED_BYTES if self.accelerated else 0
+        return usual if self.reserve_bytes is None else self.reserve_bytes
 
     @property
     def gathered_share(self) -> float:
@@ -129,9 +128,8 @@ class Request:
     @property
     def cards_per_host(self) -> int:
         """Network cards."""
-        if self.cards is not None:
-            return self.cards
-        return self.per_host if self.link.name.startswith("nvlink") else 1
+        usual = self.per_host if self.link.name.startswith("nvlink") else 1
+        return usual if self.cards is None else self.cards
 
     @property
     def per_host(self) -> int:

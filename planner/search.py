@@ -239,8 +239,7 @@ class Search:
         start = next((i for i in range(len(alike) - 3) if len({*alike[i : i + 4]}) == 1), None)
         if start is None:
             return None
-        found = {}
-        rooms = [self.room(Way(grid, "gpipe", 1, count, size)) for count in (1, 2)]
+        found, rooms = {}, [room, self.room(Way(grid, "gpipe", 1, 2, size))]
         for remat in REMATS:
             (few, more), (twice_few, twice) = (
                 [room.memory(0, (range(start, start + number),), (remat,)).peak for number in (2, 3)]

@@ -354,8 +354,7 @@ def best_cut(
         return inf if remat is None else times.stage(start, stop, remat).microbatch_s(remat)
 
     def in_time(stage: int, start: int, stop: int) -> bool:
-        """Whether a worker has time for all micro-batches, from the first one's coming to the last one's end.
-        """
+        """Whether a worker has time for all micro-batches, from the first one's way in to the last's out."""
         remat = least_remat(stage, (range(start, stop),))
         return remat is not None and times.passed_s(start) + busy_s(range(start, stop), remat) < below_s
 

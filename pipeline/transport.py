@@ -89,10 +89,10 @@ class InProcess:
         self._observe_transfer = observe_transfer or nullcontext
         self._transfers = Transfers() if devices else None
         self._moves = copy or bool(devices)
-        # By the number of the edge (in the chain that of its source) and the micro-batch.
+        # By the number of the edge (in the chain that of its source) and the micro-batch; marks of when it is
+        # there also by whether it is a gradient.
         self._activations: dict[tuple[int, int], Message] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
-        # When what is to be received is there, by whether it is a gradient, too.
         self._marks: dict[tuple[int, int, bool], tuple[Mark, ...]] = {}
         self._versions: dict[tuple[int, int], tuple[int, ...]] = {}  # of portals
         self._loss: Tensor | None = None

@@ -19,16 +19,17 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.planner.accelerators import accelerator
 from gpipe_bench.planner.candidate import Prediction, Way
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.formats import FORMATS, NAME, Written, as_run, command, written
-from gpipe_bench.planner.measured import ROUNDS, as_measured, timed
+from gpipe_bench.planner.measured import ROUNDS, timed
 from gpipe_bench.planner.memory import Room, Rooms
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of, splits_some, ways
+from gpipe_bench.planner.request import MEASURED, Request, Space, check, splits_some, ways
 from gpipe_bench.planner.roofline import by_roofline
 from gpipe_bench.planner.search import KEPT, Found, Search
 from gpipe_bench.planner.steps import filled, moved
@@ -154,7 +155,7 @@ def plan(
     if costs is None and request.device_type == MEASURED:
         _least_that_fits(model, request, space, given)
     if costs is None:
-        sizes = sizes_of(request, space, len(model.layers))
+        sizes = sorted({way.microbatch_size for way in ways(request, space, len(model.layers))})
         progress("layers", 0, len(sizes))
         few = sizes[: bisect(sizes, False, key=lambda size: not _may_fit(model, request, space, size))]
         if not few:
@@ -163,7 +164,9 @@ def plan(
             costs = timed(model, request, few, rounds, sharded=space.sharded, shown=shown_rounds)
         else:
             costs = by_roofline(model, request, few)
-    search = Search(costs, as_measured(request, costs), space, model.ties_over, partial(progress, "ways"))
+    if costs.link is not None and request.link == LINKS["loopback"]:  # which was timed, too
+        request = replace(request, link=costs.link)
+    search = Search(costs, request, space, model.ties_over, partial(progress, "ways"))
     found = search.run(max(KEPT, shown))
     if not found:  # the search looks at good cuts alone
         least = _least_that_fits(model, request, space, given)

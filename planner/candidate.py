@@ -18,8 +18,8 @@ from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Remat, Schedule
 
-FSDP_LEVELS = (0, 2, 3)
-"""ZeRO levels of `fsdp`: 0 shards nothing, 2 gradients and optimizer state, 3 parameters too."""
+LEVELS = (2, 3)
+"""ZeRO levels of `fsdp`: 2 shards gradients and optimizer state, 3 parameters too; 0 stands for none."""
 WRAPPED = ("selective", "blocks")
 """Recomputation by torch's checkpoint around every block: all but the products, or everything."""
 REMATS = ("never", "selective", "except_last", "always", "blocks")
@@ -35,7 +35,7 @@ class Grid:
         pp: workers of the pipeline
         dp: replicas that hold everything
         fsdp: replicas that share out what `fsdp_level` says; they count as replicas too
-        fsdp_level: one of FSDP_LEVELS, 0 exactly where `fsdp` is 1
+        fsdp_level: one of LEVELS, or 0 exactly where `fsdp` is 1
         tp: accelerators that compute one stage together
     """
 
@@ -46,7 +46,7 @@ class Grid:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        if self.fsdp_level not in FSDP_LEVELS or (self.fsdp == 1) != (self.fsdp_level == 0):
+        if self.fsdp_level not in (0, *LEVELS) or (self.fsdp == 1) != (self.fsdp_level == 0):
             raise ValueError(
                 f"fsdp {self.fsdp} with fsdp_level {self.fsdp_level}; give level 0 for one rank, else 2 or 3"
             )

@@ -6,9 +6,6 @@
                      pass (ZeRO-3); gradients leave as above, scattered
     tensor parallel  sums inside every action, which nothing hides
 
-        worker 1   .........[1F0] ... [1B0      ]     the last backward, from its last layer to its first
-        its link   [g0][g1]           .[b0][b1] [b2]  a bucket leaves when its gradients are there
-
 NCCL and gloo send large tensors over a ring: each of n ranks sends 1/n at a time to its next one, so that a
 hop lasts `latency + bytes / n / bandwidth`, `bytes` those of the whole tensor. An all-gather or a
 reduce-scatter takes n - 1 hops, an all-reduce is both. (Patarasuk and Yuan, Bandwidth optimal all-reduce

@@ -28,9 +28,6 @@ FIRST = " first"
 """Suffix of B or W for the first one of a step."""
 ONCE = "once"
 
-LEVELS = (2, 3)
-"""ZeRO levels of sharded parameters that are timed, with the values of `Candidate.fsdp_level`."""
-
 Run = tuple[tuple[float, ...], ...]
 """For each process, the seconds of the actions of one step, each divided by the median of its kind."""
 

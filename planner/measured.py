@@ -21,8 +21,9 @@ from statistics import median
 from typing import Any
 
 from gpipe_bench.pipeline import launch
-from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.planner.costs import FIRST, LEVELS, ONCE, Costs, Run, SizeCosts
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.planner.candidate import LEVELS
+from gpipe_bench.planner.costs import FIRST, ONCE, Costs, Run, SizeCosts
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, ProbeRun, probe
 from gpipe_bench.planner.request import Request
@@ -88,13 +89,6 @@ def sizes_worth(sizes: Sequence[int], request: Request) -> list[int]:
 
 def _probe(job: ProbeJob) -> Probed:
     return probe(Bench(job))
-
-
-def as_measured(request: Request, costs: Costs) -> Request:
-    """Loopback is what connects the processes of this machine; where several were timed, it was, too."""
-    if costs.link is None or request.link != LINKS["loopback"]:
-        return request
-    return replace(request, link=costs.link)
 
 
 def measured(found: Sequence[Probed], where: str = "", profiles: Callable[..., Any] | None = None) -> Costs:
@@ -185,7 +179,7 @@ def _apart(
     """Seconds of layers and of an action, from those of layers and of real stages."""
     layers_s: dict[str, Sequence[float]] = {**fine}
     action_s: dict[str, float] = {}
-    for kind in sorted(fine.keys() & coarse.keys(), key=lambda kind: kind.endswith(FIRST)):
+    for kind in sorted(filter(coarse.__contains__, fine), key=lambda kind: kind.endswith(FIRST)):
         seconds, plain, together = fine[kind], kind.removesuffix(FIRST), sum(coarse[kind])
         if kind == plain:
             action_s[kind] = max(0.0, (sum(seconds) - together) / (len(seconds) - len(coarse[kind])))

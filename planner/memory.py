@@ -138,10 +138,8 @@ class Room:
 
     def alone(self, stages: Sequence[range], remat: Sequence[str]) -> list[StageMemory]:
         """Returns each worker's peak with one receive ahead."""
-        return [
-            self.memory(worker, tuple(stages[s] for s in mine), tuple(remat[s] for s in mine))
-            for worker, mine in enumerate(self._rows.homes)
-        ]
+        own = ((tuple(stages[s] for s in mine), tuple(remat[s] for s in mine)) for mine in self._rows.homes)
+        return [self.memory(worker, *each) for worker, each in enumerate(own)]
 
     def fits(self, caps: Sequence[int], worker: int, stages: Stages, remat: Sequence[str]) -> bool:
         """Whether a worker, whose bytes are in `caps`, has room for stages that recompute so much."""

@@ -67,8 +67,7 @@ class Layout:
     def timeline(
         self, speeds: Sequence[float] | None = None, factors: dict[Action, float] | None = None
     ) -> Timeline:
-        """The step, everything `speeds` times as long on each worker, and each action by its factor, if any.
-        """
+        """The step, `speeds` times as long on each worker, each action times its factor, if any."""
         slower = speeds or [1.0] * self.schedule.num_workers
         duration = {
             action: seconds * slower[self.schedule.worker(action.stage)] * (factors or {}).get(action, 1.0)

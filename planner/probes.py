@@ -45,7 +45,8 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event
 from gpipe_bench.pipeline.plan.walk import transfers
 from gpipe_bench.pipeline.stage.trees import flatten, split
-from gpipe_bench.planner.costs import LEVELS, kinds_of
+from gpipe_bench.planner.candidate import LEVELS
+from gpipe_bench.planner.costs import kinds_of
 from gpipe_bench.planner.model import Source
 
 NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them
@@ -198,10 +199,9 @@ class Bench:
 
     def everyone(self, mine: Any) -> list[Any]:
         """Returns the `mine` of all processes, in their order."""
-        if self.processes == 1:
-            return [mine]
-        found: list[Any] = [None] * self.processes
-        dist.all_gather_object(found, mine)
+        found = [mine] * self.processes
+        if self.processes > 1:
+            dist.all_gather_object(found, mine)
         return found
 
 

@@ -21,7 +21,7 @@ from math import prod
 
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import NAMED, suggestion
-from gpipe_bench.planner.candidate import REMATS, Grid, Way, splits
+from gpipe_bench.planner.candidate import LEVELS, REMATS, Grid, Way, splits
 
 OPTIMIZERS = ("sgd", "rmsprop", "adam")
 PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16-pure")
@@ -308,7 +308,7 @@ def grids(request: Request, space: Space) -> Iterator[Grid]:
                 yield Grid(pp, replicas, tp=tp)
                 sharded = space.sharded and (pp == 1 or space.sharded_stages)
                 for shards in divisors(replicas)[1:] if sharded else ():
-                    yield from (Grid(pp, replicas // shards, shards, level, tp) for level in (2, 3))
+                    yield from (Grid(pp, replicas // shards, shards, level, tp) for level in LEVELS)
 
 
 def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
@@ -330,11 +330,6 @@ def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
 def splits_some(request: Request, space: Space) -> bool:
     """Whether some way splits its backward; profiles then cover the halves for all ways."""
     return space.pp != (1,) and not request.compiled and any(map(splits, space.schedules))
-
-
-def sizes_of(request: Request, space: Space, num_layers: int) -> Sequence[int]:
-    """The micro-batch sizes that a search asks the costs of."""
-    return sorted({way.microbatch_size for way in ways(request, space, num_layers)})
 
 
 def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str, int]]:

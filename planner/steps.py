@@ -135,9 +135,8 @@ class QuickSteps:
     """
 
     def __init__(self, schedule: Schedule, links: Sequence[Link] = ()) -> None:
-        boundaries = range(schedule.num_stages - 1)
         self.schedule = schedule
-        self.links = tuple(links) or (FREE,) * len(boundaries)
+        self.links = tuple(links) or (FREE,) * (schedule.num_stages - 1)
         homes = self._homes = [schedule.worker(stage) for stage in range(schedule.num_stages)]
         # Which of the possible orders it is does not matter: messages leave a worker in the order of its row.
         self._order = [
@@ -149,8 +148,8 @@ class QuickSteps:
         def number(a: int, b: int) -> int:
             return -1 if a == b else numbers.setdefault((a, b), len(numbers))
 
-        self._ahead = [number(homes[stage], homes[stage + 1]) for stage in boundaries]
-        self._back = [number(homes[stage + 1], homes[stage]) for stage in boundaries]
+        self._ahead = [number(a, b) for a, b in pairwise(homes)]
+        self._back = [number(b, a) for a, b in pairwise(homes)]
         self._num_links = len(numbers)
 
     def makespan_s(
@@ -167,9 +166,9 @@ class QuickSteps:
             messages: bytes over each boundary between stages, forward and back; none if not given.
         """
         last, count = len(stages) - 1, self.schedule.num_microbatches
-        given = messages or [(0.0, 0.0)] * last
-        ahead_s = [link.occupied_s(size) for link, (size, _) in zip(self.links, given, strict=True)]
-        back_s = [link.occupied_s(size) for link, (_, size) in zip(self.links, given, strict=True)]
+        given = list(zip(self.links, messages or [(0.0, 0.0)] * last, strict=True))
+        ahead_s = [link.occupied_s(size) for link, (size, _) in given]
+        back_s = [link.occupied_s(size) for link, (_, size) in given]
         latency_s = [link.latency_s for link in self.links]
         forward_s, again_s, backward_s, inputs_s, weights_s, after_s, sums, gathers = zip(
             *stages, strict=True

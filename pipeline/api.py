@@ -355,8 +355,7 @@ class Pipeline(nn.Module):
         device of the stages; `options` are torch's. On every rank call `scaler.step(optimizer)`, once per
         optimizer and in the same order, and `scaler.update()`; a rank that has nothing to train gives None.
         """
-        device = next(iter(self._stages.values())).device
-        return GradScaler(self, device.type, **options)
+        return GradScaler(self, next(iter(self._stages.values())).device.type, **options)
 
     def forward(self, batch: Tree | None) -> Tree | None:
         """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph. To

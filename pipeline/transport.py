@@ -155,7 +155,7 @@ class InProcess:
         copies: list[Any] = []
         for tensor in tensors:
             with self._observe_transfer(receiver):
-                copies.append(None if tensor is None else tensor.clone())
+                copies.append(tensor if tensor is None else tensor.clone())
         return tuple(copies)
 
     def _arrive(self, tensors: Sequence[Tensor | None], receiver: int, key: tuple[int, int, bool]) -> None:

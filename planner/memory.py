@@ -38,6 +38,7 @@ from gpipe_bench.planner.candidate import WRAPPED, Grid, Way, by_schedule
 from gpipe_bench.planner.request import Request
 
 Stages = tuple[range, ...]
+Ties = tuple[SharedWeight, ...]
 LATELY = 64
 """Number of long schedules whose rows are cached; many ways use them in turn, and all are too many."""
 
@@ -81,14 +82,7 @@ class Footprints:
 class Room:
     """Bytes of the workers of one schedule, without recomputation, on one grid."""
 
-    def __init__(
-        self,
-        footprints: Footprints,
-        rows: Rows,
-        grid: Grid,
-        request: Request,
-        ties: tuple[SharedWeight, ...] = (),
-    ) -> None:
+    def __init__(self, footprints: Footprints, rows: Rows, grid: Grid, request: Request, ties: Ties) -> None:
         self._footprints, self._rows = footprints, rows
         self._optimizer, self._rule = request.optimizer, Optimizer.named(request.optimizer)
         self._transport = Transport(request.accelerated)
@@ -196,7 +190,7 @@ class Room:
         copies = size + tie.trained * ((1 + rule.state) * size + 4 * rule.counts_steps)
         return copies * (len(tie.layers) - 1)
 
-    def _ties(self, stages: Stages) -> tuple[SharedWeight, ...]:
+    def _ties(self, stages: Stages) -> Ties:
         """Returns the ties that include a layer of the worker, reduced to the worker's layers."""
         return tuple(
             replace(tie, layers=mine)
@@ -204,7 +198,7 @@ class Room:
             if (mine := tuple(layer for layer in tie.layers if any(layer in stage for stage in stages)))
         )
 
-    def _once(self, stages: Stages, remat: Sequence[str], ties: tuple[SharedWeight, ...]) -> list[HeldStage]:
+    def _once(self, stages: Stages, remat: Sequence[str], ties: Ties) -> list[HeldStage]:
         """The stages without the weights and states that the worker has already with an earlier layer."""
         numbers = map(self._footprints.number, stages, remat)
         found = [self._footprints.held(number, self._sharing) for number in numbers]
@@ -232,7 +226,7 @@ class Rooms:
         self,
         profiles: Callable[..., ModelProfile],
         request: Request,
-        ties_over: Callable[[int], tuple[SharedWeight, ...]],
+        ties_over: Callable[[int], Ties],
         *,
         split: bool,
     ) -> None:

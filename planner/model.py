@@ -283,11 +283,10 @@ class Model:
                 bare = layer.layer if isinstance(layer, Checkpointed) else layer
                 mine = self.layers if self.divide is not None and bare in self.layers else (bare,)
                 copies = nn.Sequential(*(fake_copy(each, dtype) for each in mine))
-                if bare in self.layers:
-                    if self.divide is not None:
-                        self.divide(copies, mesh)
-                    else:
-                        tensor_parallel(copies, mesh, sequence=sequence)
+                if bare in self.layers and self.divide is not None:
+                    self.divide(copies, mesh)
+                elif bare in self.layers:
+                    tensor_parallel(copies, mesh, sequence=sequence)
                 own = copies[mine.index(bare)]
                 return Checkpointed(own, layer.remat) if isinstance(layer, Checkpointed) else own
 

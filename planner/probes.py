@@ -8,13 +8,9 @@ steps of three micro-batches of every size, in ways that together have every kin
                                                        between actions, messages, the ends of a step
     whole     in each process, all layers one stage    what replicas take, and the sum of their gradients
 
-Nothing is fitted to steps: seconds of a step are used for nothing but its ends. A shared machine may run at
-half its speed a minute later, so before and after each step the same reference step is taken, and seconds
-count at the reference's median speed.
-
-A stage of all layers takes longer than its layers add up to, since less of a weight is still near at its next
-use. Replicas sum with the cores that compute, parameter by parameter; those that hold parts of the parameters
-(fsdp) take the same steps at both levels, on layers of their own, with torch's hooks around every layer:
+A shared machine may run at half its speed a minute later, so before and after each step the same reference
+step is taken, and seconds count at the reference's median speed. Replicas sum with the cores that compute;
+those that hold parts of the parameters (fsdp) take the same steps at both levels, on layers of their own:
 
     F0 B0 F1 B1 F2 B2=====       B0 makes gradients, B1 adds to them; F1, B1: a pass as it is, of ZeRO-3 with
     ==                sums       gathers and scatters. Once in a step: F0 over F1, B2 over B1, the ends

@@ -325,8 +325,7 @@ class Search:
 
     def _links_of(self, grid: Grid, name: str, per_worker: int) -> tuple[Link, ...]:
         small = named(name, grid.pp, 1, stages_per_worker=per_worker)
-        homes = [small.worker(stage) for stage in range(small.num_stages)]
-        return Topology(self.request, grid).boundaries(homes)
+        return Topology(self.request, grid).boundaries([small.worker(k) for k in range(small.num_stages)])
 
     def _times_of(self, grid: Grid, size: int, split: bool) -> LayerTimes:
         return times_on(grid, self.costs, size, self.request, split=split)

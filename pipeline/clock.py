@@ -90,7 +90,7 @@ def _recorded(event: torch.Event, device: torch.device) -> torch.Event:
 
 
 def conditions() -> dict[str, str]:
-    """Returns the limits of this process: its compute threads and the cores it may run on."""
+    """The limits of this process: its compute threads and the cores it may run on."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pinned = bool(cores) and len(cores) < (os.cpu_count() or 0)
     return {

@@ -320,16 +320,15 @@ def _difference(found: Tensor | None, wanted: Tensor | None, least: float) -> fl
     found = torch.zeros_like(wanted) if found is None else found  # type: ignore[arg-type]
     wanted = torch.zeros_like(found) if wanted is None else wanted
     if found.shape != wanted.shape:
-        return float("inf")
+        return math.inf
     if not wanted.numel() or torch.equal(found, wanted):
         return 0.0
-    a, b = (tensor.to_dense() if tensor.layout is not torch.strided else tensor for tensor in (found, wanted))
-    kind = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.to(kind), b.to(kind)
+    kind = torch.complex128 if found.is_complex() else torch.float64
+    a, b = ((t if t.layout is torch.strided else t.to_dense()).to(kind) for t in (found, wanted))
     same = (a == b) | (a.isnan() & b.isnan())
     size = max(float(b[b.isfinite()].abs().max()) if b.isfinite().any() else 0.0, least, 1e-300)
     by = torch.where(same, 0.0, (a - b).abs()).max()
-    return float(by) / size if by.isfinite() else float("inf")
+    return float(by) / size if by.isfinite() else math.inf
 
 
 def _tolerance(layers: Iterable[nn.Module], device: torch.device) -> float:

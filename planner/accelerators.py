@@ -7,8 +7,8 @@ Products of float32 tensors are those of the vector units, as torch has it unles
 precision is dense, with sums in float32: of data sheets that print it with sparsity half, so 1979 TFLOP/s of
 an H100 are 989.5 here. Bandwidths count in powers of ten, as in the sheets.
 
-`REACHED` is the share of its peak that a card reaches in the best of many single products of bfloat16, as
-`MEASURED_BY` reports it. A card that is not in it gets the least share of those that are.
+`REACHED` is the share of its peak that a card reaches in the best of many single products of bfloat16; a card
+that is not in it gets the least share of those that are.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class Plan:
         return self.written().text
 
     def as_run(self, form: str = "script") -> Prediction:
-        """The best plan as a format of `formats.FORMATS` runs it, predicted again where that differs.
-        ValueError, with what to ask instead, if the format can't run the plan or lacks memory for it.
+        """The best plan as a format runs it, predicted again where that differs; ValueError, with what to ask
+        instead, if the format can't run the plan or lacks memory for it.
         """
         candidate, request = as_run(form, self.model, self.best.candidate, self.request)
         halves = [each.gathers_half(candidate.grid.fsdp) for each in (request, self.request)]

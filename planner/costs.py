@@ -178,8 +178,7 @@ class Costs:
     def at(self, microbatch_size: int) -> SizeCosts:
         """Returns the costs at one micro-batch size. ValueError for a size that was not timed."""
         if microbatch_size not in self.sizes:
-            known = ", ".join(map(str, sorted(self.sizes)))
-            raise ValueError(f"no costs of micro-batches of {microbatch_size}; there are those of {known}")
+            raise ValueError(f"no costs of micro-batches of {microbatch_size}, but of {sorted(self.sizes)}")
         return self.sizes[microbatch_size]
 
     def on(self, microbatch_size: int, tp: int, *, sharded: bool) -> Costs:

@@ -279,13 +279,11 @@ def _megatron(model: Model, candidate: Candidate, request: Request) -> tuple[dic
             f"--format megatron: stage {parts.index('')} holds the last norm alone, which has no letter in a "
             "layout; give another --pp, or --format script"
         )
-    differs = list[str]()
-    if request.compiled:
-        differs.append("layers are not compiled: Megatron has kernels of its own")
-    if request.precision == "bfloat16":
-        differs.append("weights are kept in bfloat16 beside float32, not in float32 alone")
-    if workers > 1:
-        differs.append("the last norm is where the last block is, not before the output")
+    differs = {
+        "layers are not compiled: Megatron has kernels of its own": request.compiled,
+        "weights are kept in bfloat16 beside float32, not in float32 alone": request.precision == "bfloat16",
+        "the last norm is where the last block is, not before the output": workers > 1,
+    }
     grid, recomputes = candidate.grid, candidate.remat[0] != "never"
     parameters = "optim_grads_params" if grid.fsdp_level == 3 else "optim_grads"
     flags = {
@@ -308,7 +306,7 @@ def _megatron(model: Model, candidate: Candidate, request: Request) -> tuple[dic
         "--recompute-method uniform": recomputes,
         "--recompute-num-layers 1": recomputes,
     }
-    return {"flags": [flag for flag, is_set in flags.items() if is_set]}, differs
+    return {"flags": [flag for flag, is_set in flags.items() if is_set]}, [w for w in differs if differs[w]]
 
 
 def _sharing(form: str, model: Model, tie: SharedWeight) -> str:

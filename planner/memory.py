@@ -255,7 +255,7 @@ class Rooms:
 
 
 class Rows:
-    """The rows of one schedule without recomputation, walked once; workers post one receive ahead."""
+    """The rows of one schedule without recomputation, walked once; receives are posted one ahead."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule

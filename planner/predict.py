@@ -9,7 +9,7 @@ jitter is drawn from the steps in which the layers were timed. Without jitter th
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
@@ -181,9 +181,7 @@ COLLECTIVES = "collectives"
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Device-seconds of one step by reason, exact; `seconds` has an entry for each of PARTS, and for
-    COLLECTIVES where the step has any. `timeline` is the step that was taken apart.
-    """
+    """Exact device-seconds of the step `timeline` by reason: PARTS, and COLLECTIVES where it has any."""
 
     seconds: dict[str, Fraction]
     num_workers: int
@@ -224,21 +222,21 @@ def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, *
     even_update = [sum(update) / schedule.num_workers / homes.count(home) for home in homes]
     even = lay_out(even_stages(work, schedule), FREE, (), even_update)
 
-    recompute = _total(seconds for action, seconds in work.items() if action.kind is Kind.R)
-    set_up = _total(setup)
-    idle = Fraction(step.idle_s)
+    recompute = sum(seconds for action, seconds in work.items() if action.kind is Kind.R)
+    worked, set_up, idle = sum(work.values()), sum(setup), Fraction(step.idle_s)
     communication = _lost(step, free, idle)
     # What actions wait for inside is not idle; with a slow link they begin later, and may wait for less.
-    waiting_inside = _total(event.duration_s for event in step.events) - _total(work.values())
-    known = _total(event.duration_s for event in free.events) - _total(work.values())
+    waiting_inside, known = (
+        sum(Fraction(e.duration_s) for e in each.events) - worked for each in (step, free)
+    )
     waiting_for_others = _lost(free, alone, idle - communication, known=known)
     rest = idle - communication - waiting_for_others
     waiting_for_setup = _lost(alone, ready, rest, known=set_up)
     imbalance = _lost(ready, even, rest - waiting_for_setup)
     seconds = {
-        "computation": _total(work.values()) - recompute,
+        "computation": worked - recompute,
         "recompute": recompute,
-        "weight update": _total(update),
+        "weight update": sum(update),
         "setup": set_up + waiting_for_setup,
         "communication": communication,
         "load imbalance": imbalance,
@@ -282,7 +280,3 @@ def _exact(value: Any) -> Any:
     if callable(value):
         return lambda *workers: _exact(value(*workers))
     return value if isinstance(value, str | bool) or value == inf else Fraction(value)
-
-
-def _total(values: Iterable[float]) -> Fraction:
-    return sum((Fraction(value) for value in values), Fraction(0))

@@ -29,9 +29,8 @@ PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16-pure")
 autocast's; float16 has a scaled loss. Pure has everything in bfloat16, the optimizer's state too."""
 
 RING_REACHES = 0.8
-"""Share of a link's bandwidth that a ring of large tensors reaches: 78 % on eight A100 over NVLink, 80 to
-82 % on eight H200 (stas00/ml-engineering, network/README.md, revision 744d01e). Small tensors wait for the
-latency, too."""
+"""Share of a link's bandwidth that a ring of large tensors reaches: 78 % on eight A100, 80 to 82 % on eight
+H200 (stas00/ml-engineering, network/README.md, revision 744d01e)."""
 
 MEASURED = "measured"
 """The device type of a plan for the device that this machine has, on which the layers are timed."""
@@ -355,8 +354,7 @@ def check(request: Request, space: Space, num_layers: int) -> None:
             f"{' and '.join(f'{name} of {sizes}' for name, sizes in given.items() if sizes)}: give divisors "
             "of the accelerators, tp at most those of a host"
         )
-    if all(grid.pp > num_layers for grid in all_grids):
-        least = min(grid.pp for grid in all_grids)
+    if (least := min(grid.pp for grid in all_grids)) > num_layers:
         raise ValueError(
             f"cannot cut {num_layers} layers into {least} stages: use at most {num_layers} workers"
         )

@@ -278,20 +278,12 @@ class _Notes(TorchDispatchMode):
             self.found += [Operation(0.0, False, {}, {}, sent=float(whole))] * rounds
             return output
         given, made = _tensors((args, kwargs)), _tensors(output)
-        self.found.append(
-            Operation(
-                _flops(func, args, kwargs, output),
-                any(tensor.itemsize == 2 for tensor in made[:1]),
-                self._bytes(given),
-                self._bytes(made),
-                _products(func, args, output),
-                tuple(
-                    (tuple(t.shape), t.itemsize, t.is_floating_point())
-                    for t in {id(t): t for t in (*given, *made)}.values()
-                ),
-                torch.Tag.pointwise in func.tags,
-            )
-        )
+        flops, products = _flops(func, args, kwargs, output), _products(func, args, output)
+        every = {id(t): t for t in (*given, *made)}.values()
+        tensors = tuple((tuple(t.shape), t.itemsize, t.is_floating_point()) for t in every)
+        is_half, alone = any(t.itemsize == 2 for t in made[:1]), torch.Tag.pointwise in func.tags
+        reads, writes = self._bytes(given), self._bytes(made)
+        self.found.append(Operation(flops, is_half, reads, writes, products, tensors, alone))
         return output
 
     def _bytes(self, tensors: Iterable[Tensor]) -> dict[int, float]:

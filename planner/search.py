@@ -19,7 +19,7 @@ from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.workers import SharedWeight
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.planner.candidate import REMATS, Candidate, Grid, Way
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.memory import LATELY, Room, Rooms
@@ -75,8 +75,8 @@ class Found:
 
 
 class BlockKind(NamedTuple):
-    """A block with one recomputation: bytes of a worker beside all blocks, of each, and of each for every
-    micro-batch under way; the seconds of a micro-batch.
+    """A block with one recomputation: bytes of a worker beside all blocks, of each, of each per micro-batch
+    under way; the seconds of a micro-batch.
     """
 
     base_bytes: float
@@ -250,8 +250,7 @@ class Search:
         return start, alike.count(alike[start]), found
 
     def _live_of(self, name: str, workers: int, per_worker: int, count: int) -> tuple[int, ...]:
-        """Micro-batches of which each worker has all blocks under way at some time; about as many in a long
-        schedule as in a shorter one, unless those were all of them.
+        """Micro-batches of which each worker has all blocks under way at some time, as in a shorter schedule.
         """
         few = min(count, 4 * workers)
         found = []
@@ -275,7 +274,7 @@ class Search:
         caps = [self.cap] * way.grid.pp
         for _ in range(CUTS_ANEW):
             cut = best_cut(
-                self.schedule(way), self.times(way), self._steps(way).makespan_s,
+                room.schedule, self.times(way), self._steps(way).makespan_s,
                 fits=partial(room.fits, caps), remats=self.remats(way), looks=looks, below_s=below_s,
             )  # fmt: skip
             if cut is None or cut.step_s >= below_s:
@@ -289,13 +288,11 @@ class Search:
         return None
 
     def remats(self, way: Way) -> tuple[str, ...]:
-        """The recomputations of the way's stages, the fastest first. On one worker that of a whole stage
-        overlaps no waiting; where every pass gathers, R gathers once more.
-        """
+        """The recomputations of the way's stages, the fastest first; with one worker none of whole stages."""
         known = [each for each in self.space.remats if each in self.costs.at(way.microbatch_size).remats]
         if way.grid.pp == 1 and "blocks" in known:
             return tuple(each for each in known if each not in ("except_last", "always"))
-        if way.grid.fsdp_level == 3:
+        if way.grid.fsdp_level == 3:  # where every pass gathers, R gathers once more
             return tuple(sorted(known, key=("never", "selective", "blocks").__contains__, reverse=True))
         return tuple(known)
 
@@ -310,10 +307,6 @@ class Search:
         takes = [times.stage(span.start, span.stop, each) for span, each in zip(cut, remat, strict=True)]
         messages = [times.message(span.start) for span in cut[1:]]
         return self._steps(candidate).makespan_s(takes, remat, messages)
-
-    def schedule(self, way: Way) -> Schedule:
-        """Returns the schedule of the way, without recomputation."""
-        return self.room.rows(way).schedule
 
     def times(self, way: Way) -> LayerTimes:
         """Returns the times of the layers in this way."""

@@ -250,8 +250,7 @@ class Search:
         return start, alike.count(alike[start]), found
 
     def _live_of(self, name: str, workers: int, per_worker: int, count: int) -> tuple[int, ...]:
-        """Micro-batches of which each worker has all blocks under way at some time, as in a shorter schedule.
-        """
+        """Micro-batches of which each worker has all blocks under way at once, as in a shorter schedule."""
         few = min(count, 4 * workers)
         found = []
         for row in named(name, workers, few, stages_per_worker=per_worker).actions:

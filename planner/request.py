@@ -375,7 +375,7 @@ def check(request: Request, space: Space, num_layers: int) -> None:
             )
     if space.least_examples > 1 and next(ways(request, replace(space, least_examples=1), num_layers), None):
         raise ValueError(
-            f"the model takes micro-batches of {space.least_examples} examples or more: give fewer micro-batches"
+            f"the model takes {space.least_examples} examples a micro-batch or more: give fewer micro-batches"
         )
     known = ", ".join(space.schedules)
     raise ValueError(

@@ -7,8 +7,7 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The layers keep the names they have in the plain model, whatever the split, so parameters, gradients and
-checkpoints are interchangeable with it.
+The layers keep the names they have in the plain model, so parameters and checkpoints are interchangeable.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ from .step import Observer, Steps, refuse_elsewhere
 from .transport import EdgeTransport, InProcess
 from .verify import verify
 
-# Forward-only passes draw from streams of their own, so that evaluating does not change the training that
-# follows.
-_FORWARD_ONLY = 1 << 62
+_FORWARD_ONLY = 1 << 62  # these passes draw from streams of their own: evaluating changes no later training
 T = TypeVar("T")
 
 
@@ -84,20 +81,20 @@ class Pipeline(nn.Module):
             if wanted, "dp", "fsdp" and "tp" (`mesh.grid`). Replicas begin with the parameters and
             buffers of the first.
         zero: what the processes along "fsdp" hold in parts. 2 (the default): gradients and the optimizer's
-            state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs. See
-            `mesh.sharding`.
-        bucket_bytes: gradients that leave together on their way to the other replicas. Default: 25 MiB, or a
-            quarter of a stage's, if that is less, but 1 MiB.
+            state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs.
+        bucket_bytes: of gradients that leave together for other replicas. Default: 25 MiB, or a quarter of a
+            stage's, if that is less, but 1 MiB.
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
-        share_memory: whether ranks on one host exchange CPU tensors through memory that both map. Never where
-            a mesh divides parameters: the actions of a stage then wait for other processes themselves.
+        share_memory: whether ranks on one host exchange CPU tensors through memory that both map; never where
+            a mesh divides parameters.
         transport: another in-process transport, such as `InProcess(copy=True)`; not with `group` or `mesh`.
 
     How the layers run:
         seed: of their random streams (see `stage.layers`).
-        compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
-            chooses that, and a dict has arguments of `torch.compile`: backend, mode, fullgraph, dynamic. What
-            cannot be compiled whole runs as it is, with a warning; with fullgraph=True it is an error.
+        compile: whether `torch.compile` compiles each layer; or a backend's name, or a dict of
+        `torch.compile`'s
+            backend, mode, fullgraph, dynamic. What cannot be compiled whole runs as it is, with a warning;
+            with fullgraph=True it is an error.
 
     `ValueError` names an argument that does not fit and what would. A pipeline is neither copied nor pickled;
     its `state_dict` is.
@@ -149,26 +146,14 @@ class Pipeline(nn.Module):
             self._divided, self._compilation = divided_over(self.grid, zero), compilation_of(compile)
             # Which layers make up which stage, and which of them are this process's.
             assigned = Assignment(
-                layers,
-                network,
-                num_stages=num_stages,
-                num_microbatches=num_microbatches,
-                schedule=schedule,
-                num_workers=num_workers,
-                remat=remat,
-                partition=partition,
-                cost=cost,
-                example=example,
+                layers, network, num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule,
+                num_workers=num_workers, remat=remat, partition=partition, cost=cost, example=example,
                 devices=devices,
-            )
+            )  # fmt: skip
             self._know(assigned)
             if self._divided is not None:
-                self._divided.check(
-                    dict(assigned.named),
-                    assigned.ties,
-                    self._schedule,
-                    compiles=self._compilation is not None,
-                )
+                compiles = self._compilation is not None
+                self._divided.check(dict(assigned.named), assigned.ties, self._schedule, compiles=compiles)
                 share_memory = False  # nobody moves messages along while an action waits for other processes
             # What replicas do together. They begin with the same values.
             device = self._devices[assigned.local[0]]
@@ -189,13 +174,9 @@ class Pipeline(nn.Module):
             self._tied: TiedWeights | None = None
             if network is not None and detector is not None:
                 self._transport = self._ranks = PointToPoint(
-                    network,
-                    self._schedule,
-                    device,
-                    timeout_s=timeout_s,
-                    share_memory=share_memory,
+                    network, self._schedule, device, timeout_s=timeout_s, share_memory=share_memory,
                     detector=detector,
-                )
+                )  # fmt: skip
                 check_equal(self.gather((assigned.same_on_all(), seed)))
                 self._tied = self._tie(shared, self._ranks)
                 if network.size > 1:
@@ -236,9 +217,8 @@ class Pipeline(nn.Module):
     def _tie(self, shared: Sequence[Tie], ranks: PointToPoint) -> TiedWeights | None:
         """The weights that this process has in common with others, all with the values of the first."""
         joint = self._data_parallel if self._replicas is not None else None
-        here = [
-            tie for tie in shared if ranks.rank in tie.ranks and (len(tie.ranks) > 1 or joint is not None)
-        ]
+        several = (tie for tie in shared if len(tie.ranks) > 1 or joint is not None)
+        here = [tie for tie in several if ranks.rank in tie.ranks]
         if not here:
             return None
         found = TiedWeights(here, ranks, self, over_replicas=None if joint is None else joint.sum_of)
@@ -284,8 +264,7 @@ class Pipeline(nn.Module):
         rank = 0 if self._ranks is None else self._ranks.rank
         if self.grid is None:
             return f"rank {rank}"
-        rank = dist.get_rank()
-        return f"rank {rank} ({self.grid.coordinates(rank)})"
+        return f"rank {dist.get_rank()} ({self.grid.coordinates(dist.get_rank())})"
 
     def step(
         self,
@@ -315,25 +294,23 @@ class Pipeline(nn.Module):
         every rank. An exception inside an action becomes an `ActionError` that names it; gradients of
         completed actions stay in `.grad`.
         """
+        wrong: Exception | None = None
         if not callable(loss_fn):
             wrong = ValueError(
-                f"loss_fn is {loss_fn!r}; give a function of the output and the target that returns the mean "
-                "loss over the examples, such as torch.nn.functional.cross_entropy; to evaluate, call "
-                "pipeline(inputs)"
+                f"loss_fn is {loss_fn!r}; give a function of output and target that returns the examples' "
+                "mean loss, such as torch.nn.functional.cross_entropy; to evaluate, call pipeline(inputs)"
             )
-            raise self._steps.refused(wrong)
-        if not torch.is_grad_enabled():
-            disabled = RuntimeError(
-                "step() trains, but gradients are disabled here; to evaluate, call pipeline.eval() and "
-                "pipeline(inputs)"
+        elif not torch.is_grad_enabled():
+            wrong = RuntimeError(
+                "gradients are disabled; to evaluate, call pipeline.eval() and pipeline(inputs)"
             )
-            raise self._steps.refused(disabled)
-        if scaler is not None and self.group is not None and not decides_for(scaler, self):
-            alone = ValueError(
+        elif scaler is not None and self.group is not None and not decides_for(scaler, self):
+            wrong = ValueError(
                 "this scaler would decide on every rank by that rank's gradients alone; make it with "
                 "pipeline.scaler() on every rank"
             )
-            raise self._steps.refused(alone)
+        if wrong is not None:
+            raise self._steps.refused(wrong)
         loss = self._steps.take(self, self.num_steps, batch, target, loss_fn, observe, scaler)
         assert loss is not None
         self.num_steps += 1
@@ -350,39 +327,31 @@ class Pipeline(nn.Module):
         """Takes one step as this pipeline takes it and one of the plain model, and compares the outputs of
         stages, the loss, every gradient, every buffer and the random streams.
 
-        Nothing is changed: the next step trains as if this had not been called. What a loss or a hook counts
-        outside of modules is counted, though. Over processes all must call, and every rank needs memory for
-        the values and gradients of the whole model, twice; the one of the last stage takes the plain step,
-        with the layers that the pipeline was built of, on its device.
+        Nothing is changed but what a loss or a hook counts outside of modules. Over processes all must call,
+        and every rank needs memory for the values and gradients of the whole model, twice; the one of the
+        last stage takes the plain step, with the layers that the pipeline was built of, on its device.
 
         Args:
             batch, target, loss_fn: as in `step`; one or two mini-batches of real data tell most.
             tolerance: the largest difference that rounding explains, relative to the largest number of a
                 tensor. Default: 1e-9 for a model of float64, 1e-3 for float32, more for less.
 
-        Returns the largest difference that was found, within the tolerance.
-
-        Raises:
-            VerifyError: what differs first, its stage, by how much, and the likely cause; on every rank.
-            ValueError: a mesh with `fsdp` or `tp`, along which no process has whole parameters.
+        Returns the largest difference that was found, within the tolerance. `VerifyError`, on every rank,
+        says what differs first, its stage, by how much, and the likely cause; `ValueError` for a mesh with
+        `fsdp` or `tp`, along which no process has whole parameters.
         """
         return verify(self, batch, target, loss_fn, tolerance=tolerance)
 
     def scaler(self, **options: Any) -> GradScaler:
-        """A `torch.amp.GradScaler` for `step(..., scaler=...)` whose decisions hold for all ranks.
-
-        `options` are torch's; the device is that of the stages. On every rank call `scaler.step(optimizer)`,
-        once per optimizer and in the same order, and `scaler.update()`; a rank whose stages have nothing to
-        train gives None as its optimizer.
+        """A `torch.amp.GradScaler` for `step(..., scaler=...)` whose decisions hold for all ranks, on the
+        device of the stages; `options` are torch's. On every rank call `scaler.step(optimizer)`, once per
+        optimizer and in the same order, and `scaler.update()`; a rank that has nothing to train gives None.
         """
-        device = next(iter(self._stages.values())).device
-        return GradScaler(self, device.type, **options)
+        return GradScaler(self, next(iter(self._stages.values())).device.type, **options)
 
     def forward(self, batch: Tree | None) -> Tree | None:
-        """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph.
-
-        To evaluate, call `eval()` before and `train()` after, as with the plain model: in training mode
-        dropout drops and batch normalization moves its averages.
+        """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph. To
+        evaluate, call `eval()` before and `train()` after, as with the plain model.
 
         `batch` is as in `step`. The outputs of the micro-batches are joined along dimension 0, tensor by
         tensor; what is no tensor in them must be equal. With a process group, the output is on the rank of
@@ -400,22 +369,18 @@ class Pipeline(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that the norm of all together is at most `max_norm`; returns the norm
-        before, float64.
-
-        The norm is made of one norm per parameter in the model's order, in processes or not: every K gives
-        the same bits. A weight that stages share counts once. All ranks must call.
+        before, float64, the same bits for every K. A weight that stages share counts once. All ranks must
+        call.
         """
         copies = self._tied.copies if self._tied is not None else frozenset()
         gather = None if self.group is None else self.gather
         return clip(self._stages, copies, gather, max_norm, norm_type)
 
     def close(self) -> None:
-        """Ends a pipeline over several processes in good order; in one process there is nothing to end.
-
-        Waits until the device has done everything, so that all messages to other ranks have left, and shuts
-        the connections down. Every rank calls it when its last step is over; none waits for the others. A
-        pipeline that is dropped, or whose process ends, does it by itself, and `with Pipeline(...) as
-        pipeline:` at the end of the block. No step can be taken afterwards; parameters and gradients stay.
+        """Ends a pipeline over several processes in good order: waits until all messages to other ranks have
+        left, and shuts the connections down. Every rank calls it when its last step is over; none waits for
+        the others. A pipeline that is dropped, or whose process ends, does it by itself, and `with
+        Pipeline(...) as pipeline:` at the end of the block. Parameters and gradients stay.
         """
         if self._ranks is not None:
             self._ranks.close()
@@ -428,25 +393,20 @@ class Pipeline(nn.Module):
 
     @property
     def shared_message_bytes(self) -> int:
-        """Bytes of the buffers that messages from other processes come into, where these lie in memory that
-        both processes map: at most twice what was in use at one time, each in whole pages. 0 where messages
-        come into tensors.
+        """Bytes of receive buffers in memory that both processes map: at most twice what was in use at one
+        time, each in whole pages. 0 where messages come into tensors.
         """
         return 0 if self._ranks is None else self._ranks.shared_bytes
 
     def refresh(self) -> None:
-        """Forgets what the stages know of each other's outputs; call on every rank after changing what is
-        trained.
-        """
+        """Forgets what stages know of each other's outputs; for every rank after changing what is trained."""
         for stage in self._stages.values():
             stage.refresh()
         if self._ranks is not None:
             self._ranks.refresh()
 
     def _make_stages(self, local: Sequence[int], tied: Collection[nn.Parameter] = ()) -> dict[int, Stage]:
-        """The stages of this process, of the layers that are its submodules; several stages have the
-        parameters `tied`.
-        """
+        """The stages of this process, of its submodules; several stages have the parameters `tied`."""
         layers = {i: self._layers[self._layer_names[i]] for index in local for i in self._partition[index]}
         make: Callable[..., Stage] = Stage
         first_microbatch = 0
@@ -480,8 +440,7 @@ class Pipeline(nn.Module):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a pipeline cannot be copied or pickled; keep its state with state_dict or checkpoint.save, or "
-            "copy the model and build another pipeline"
+            "a pipeline cannot be copied or pickled; keep its state_dict, or build another of a copied model"
         )
 
     def train(self, mode: bool = True) -> Self:
@@ -502,9 +461,8 @@ class Pipeline(nn.Module):
         return found
 
     def gather(self, mine: T) -> list[T]:
-        """Returns the picklable object `mine` of every rank, in rank order; every rank must call it.
-
-        A rank that does not come within `timeout_s` ends the pipeline with the `ActionError` that names it.
+        """Returns the picklable object `mine` of every rank, in rank order; every rank must call it. One that
+        does not come within `timeout_s` ends the pipeline with the `ActionError` that names it.
         """
         if self._ranks is None:
             return [mine]

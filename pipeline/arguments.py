@@ -5,7 +5,7 @@ Whatever does not fit is a `ValueError` that says what would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -32,46 +32,34 @@ Device = torch.device | str
 _STAGES_PER_WORKER = 2  # default for schedules that allow any number
 
 
-def _is_number(value: object, *kinds: type) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def _is_count(value: object) -> bool:
-    return value is None or _is_number(value, int)
-
-
-# Arguments by their names: what is one, and what to give instead of one that is not.
-_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "num_microbatches": (lambda value: _is_number(value, int), "a whole number, such as 4"),
-    "num_stages": (_is_count, "a whole number, such as 4"),
-    "num_workers": (_is_count, "a whole number, such as 4"),
-    "timeout_s": (
-        lambda value: _is_number(value, int, float) and 0 < value < inf, "seconds, more than 0, such as 600",
-    ),
+# Arguments by their names: of which types they are, and what to give instead of one that is not.
+_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "num_microbatches": (int, "a whole number, such as 4"),
+    "num_stages": (int | None, "a whole number, such as 4"),
+    "num_workers": (int | None, "a whole number, such as 4"),
+    "timeout_s": (int | float, "seconds, more than 0, such as 600"),
     "group": (
-        lambda value: isinstance(value, dist.ProcessGroup | Network | None),
+        dist.ProcessGroup | Network | None,
         "a process group, such as torch.distributed.group.WORLD once init_process_group was called",
     ),
-    "mesh": (
-        lambda value: isinstance(value, DeviceMesh | None),
-        "torch's init_device_mesh(..., mesh_dim_names=('dp', 'pp'))",
-    ),
-}  # fmt: skip
+    "mesh": (DeviceMesh | None, "torch's init_device_mesh(..., mesh_dim_names=('dp', 'pp'))"),
+}
 
 
-def check_arguments(*, transport: object, **given: object) -> None:
+def check_arguments(*, transport: object, **given: Any) -> None:
     """`ValueError` for arguments of a pipeline that are of another kind, or that exclude each other."""
     for name, value in given.items():
-        is_one, instead = _ARGUMENTS[name]
-        if not is_one(value):
+        kinds, instead = _ARGUMENTS[name]
+        is_one = isinstance(value, kinds) and not isinstance(value, bool)
+        if not is_one or (name == "timeout_s" and not 0 < value < inf):
             raise ValueError(f"{name} is {value!r}; give {instead}")
     group, mesh = given["group"], given["mesh"]
     if mesh is not None and group is not None:
         raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
     if transport is not None and (group is not None or mesh is not None):
         raise ValueError(
-            "transport= is how stages of one process reach each other, and with group= or mesh= they are "
-            "in several; leave it out, or say share_memory=False for gloo's messages on one host"
+            "transport= is for stages of one process, and with group= or mesh= they are in several; leave it "
+            "out, or say share_memory=False for gloo's messages on one host"
         )
 
 
@@ -158,9 +146,8 @@ def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.
         named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
     elif isinstance(layers, nn.Module):
         raise ValueError(
-            f"layers is a {type(layers).__name__}; a pipeline needs a sequence of layers, such as an "
-            "nn.Sequential; pipeline.layers_of makes one of a model of transformers, pipeline.split of any "
-            "other"
+            f"layers is a {type(layers).__name__}; give a sequence of layers, such as an nn.Sequential: "
+            "pipeline.layers_of makes one of a model of transformers, pipeline.split of any other"
         )
     else:
         named = [(str(index), layer) for index, layer in enumerate(layers)]
@@ -180,10 +167,8 @@ def schedule_of(
     num_workers: int | None = None,
     num_ranks: int | None = None,
 ) -> Schedule:
-    """The schedule by its name, or as given if the numbers agree.
-
-    Without `num_workers` a worker has as many stages as its schedule's name says. If any number will do,
-    the stages are shared by `num_ranks`, or each worker has two.
+    """The schedule by its name, or as given if the numbers agree. Without `num_workers` a worker has as many
+    stages as its schedule's name says; if any number will do, they are shared by `num_ranks`, or two.
     """
     check_sizes(num_stages, num_microbatches, "never")
     if isinstance(schedule, Schedule):
@@ -194,17 +179,16 @@ def schedule_of(
             )
         if num_workers not in (None, schedule.num_workers):
             raise ValueError(
-                f"the schedule is for {schedule.num_workers} workers, not for num_workers={num_workers}; "
-                "leave num_workers out, or give a schedule for as many"
+                f"the schedule is for {schedule.num_workers} workers; leave num_workers={num_workers} out"
             )
         return schedule
     if not isinstance(schedule, str) or schedule not in NAMED:
-        close = suggestion(str(schedule), NAMED)
-        raise ValueError(
-            f"schedule is {schedule!r}{close}; choose one of {', '.join(NAMED)}, or give a Schedule"
-        )
+        known = f"{suggestion(str(schedule), NAMED)}; choose one of {', '.join(NAMED)}"
+        raise ValueError(f"schedule is {schedule!r}{known}, or give a Schedule")
     fixed = NAMED[schedule].stages_per_worker
-    num_workers = _num_workers(num_workers, num_stages, fixed, num_ranks)
+    if num_workers is None:
+        usual = max(1, num_stages // (fixed or _STAGES_PER_WORKER))
+        num_workers = num_ranks if fixed is None and num_ranks else usual
     per_worker = len(shared_by(num_workers, num_stages)) // num_workers
     if fixed not in (None, per_worker):
         raise ValueError(
@@ -214,26 +198,14 @@ def schedule_of(
     return named(schedule, num_workers, num_microbatches, remat=remat, stages_per_worker=per_worker)
 
 
-def _num_workers(given: int | None, num_stages: int, fixed: int | None, num_ranks: int | None) -> int:
-    """Number of workers: `given`, else by the schedule's `fixed` stages per worker, else `num_ranks`."""
-    if given is not None:
-        return given
-    return num_ranks if fixed is None and num_ranks else max(1, num_stages // (fixed or _STAGES_PER_WORKER))
-
-
 def num_stages_of(schedule: str | Schedule, network: Network | None, num_workers: int | None) -> int:
     """Default number of stages of a pipeline over processes: as many as the schedule has for them."""
     if isinstance(schedule, Schedule):
         return schedule.num_stages
     if network is None and num_workers is None:
-        raise ValueError(
-            "num_stages is missing; give the number of stages, or mesh= for a pipeline over processes"
-        )
+        raise ValueError("num_stages is missing; give it, or mesh= for a pipeline over processes")
     workers = num_workers or (1 if network is None else network.size)
-    per_worker = 1
-    if schedule in NAMED:
-        per_worker = NAMED[schedule].stages_per_worker or _STAGES_PER_WORKER
-    return workers * per_worker
+    return workers * ((NAMED[schedule].stages_per_worker or _STAGES_PER_WORKER) if schedule in NAMED else 1)
 
 
 def costs_of(
@@ -245,9 +217,7 @@ def costs_of(
         return [1 + sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     if cost == "auto":
         if example is None:
-            raise ValueError(
-                "cost='auto' estimates each layer on an example; pass example= with a micro-batch"
-            )
+            raise ValueError("cost='auto' estimates layers on an example; pass example= with a micro-batch")
         return layer_costs(layers, example)
     if isinstance(cost, str | int | float):
         raise ValueError(f"cost is {cost!r}; choose 'parameters', 'auto' or give one number per layer")
@@ -260,13 +230,10 @@ def cut_of(partition: Sequence[int | range], num_layers: int, num_stages: int) -
     """The layers of each stage as they were given: how many, or which."""
     if not isinstance(partition, Sequence) or not all(isinstance(each, int | range) for each in partition):
         raise ValueError(
-            f"partition is {partition!r}; give the layers of each stage, as in [3, 5], or as in [range(3), "
-            "range(3, 8)]"
+            f"partition is {partition!r}; give each stage's layers, as in [3, 5] or [range(3), range(3, 8)]"
         )
     if len(partition) != num_stages:
-        raise ValueError(
-            f"partition has {len(partition)} stages, not num_stages={num_stages}; give the layers of each"
-        )
+        raise ValueError(f"partition has {len(partition)} stages, not num_stages={num_stages}; give as many")
     spans: list[range] = []
     for stage, each in enumerate(partition):
         start = spans[-1].stop if spans else 0
@@ -274,10 +241,7 @@ def cut_of(partition: Sequence[int | range], num_layers: int, num_stages: int) -
         if not span:
             raise ValueError(f"stage {stage} of partition has {each} layers; give each at least one")
         if span != range(start, span.stop):
-            raise ValueError(
-                f"stage {stage} of partition has the layers {span}; they must follow one another from "
-                f"{start} on"
-            )
+            raise ValueError(f"stage {stage} of partition has the layers {span}; give those from {start} on")
         spans.append(span)
     if spans[-1].stop != num_layers:
         raise ValueError(
@@ -292,8 +256,8 @@ def devices_of(
     layers: Sequence[nn.Module],
     model: Sequence[nn.Module] = (),
 ) -> tuple[torch.device, ...]:
-    """The device of every stage; without `devices`, where the `layers` of this process are. Layers without
-    parameters go where this process has devices of the type that the rest of the `model` is on.
+    """The device of every stage; without `devices`, where the `layers` of this process are, or, without
+    parameters, devices of the type that the rest of the `model` is on.
     """
     if devices is None:
         found = {parameter.device for layer in layers for parameter in layer.parameters()}
@@ -301,17 +265,13 @@ def devices_of(
             types = {parameter.device.type for layer in model for parameter in layer.parameters()} or {"cpu"}
             found = {accelerators.current(min(types))} if len(types) == 1 else {torch.device("cpu")}
         if len(found) > 1:
-            raise ValueError(
-                f"the layers are on {', '.join(sorted(map(str, found)))}; pass devices= with one device "
-                "per stage"
-            )
+            places = ", ".join(sorted(map(str, found)))
+            raise ValueError(f"the layers are on {places}; pass devices= with one device per stage")
         return (found.pop(),) * num_stages
     if isinstance(devices, str | torch.device):
         return (_device(devices),) * num_stages
     if len(devices) != num_stages:
-        raise ValueError(
-            f"{len(devices)} devices for {num_stages} stages; give one per stage, or one for all"
-        )
+        raise ValueError(f"{len(devices)} devices for {num_stages} stages; give one each, or one for all")
     return tuple(map(_device, devices))
 
 
@@ -327,8 +287,7 @@ def _device(device: Device) -> torch.device:
         count = accelerators.count(found.type)
         if (found.index or 0) >= count:
             raise ValueError(
-                f"devices has {device!r}, and torch finds {count} devices of that type here; give 'cpu', or "
-                "devices that torch.accelerator.device_count() counts"
+                f"devices has {device!r}, and torch finds {count} of that type here; give 'cpu' or these"
             )
     return accelerators.exact(found)
 
@@ -343,9 +302,7 @@ def compilation_of(compile: bool | str | Mapping[str, Any]) -> Compilation | Non
     found = Compilation(**given)
     known = torch.compiler.list_backends(exclude_tags=())
     if found.backend not in known:
-        raise ValueError(
-            f"compile is {compile!r}; choose True, False or a backend that torch has here: {', '.join(known)}"
-        )
+        raise ValueError(f"compile is {compile!r}; choose True, False or a backend of {', '.join(known)}")
     if found.mode is None:
         return found
     from torch._inductor import list_mode_options  # takes a second, and most pipelines compile nothing
@@ -358,9 +315,8 @@ def compilation_of(compile: bool | str | Mapping[str, Any]) -> Compilation | Non
         )
     if modes[found.mode].get("triton.cudagraphs"):
         raise ValueError(
-            f"compile has mode={found.mode!r}, which replays CUDA graphs: a replay writes its results where "
-            "the one before wrote its own, which a pipeline holds for several micro-batches at a time; "
-            "choose mode='max-autotune-no-cudagraphs', or leave mode out"
+            f"compile has mode={found.mode!r}, which replays CUDA graphs: each overwrites the results of the "
+            "one before, which a pipeline holds; choose mode='max-autotune-no-cudagraphs', or leave mode out"
         )
     return found
 
@@ -368,9 +324,8 @@ def compilation_of(compile: bool | str | Mapping[str, Any]) -> Compilation | Non
 def refuse_apart(
     layers: Sequence[nn.Module], spans: Sequence[range], homes: Sequence[torch.device | None]
 ) -> None:
-    """`ValueError` for what cannot be in two stages: a parameter on two devices of one process would be two
-    parameters, and one batch normalization would move its averages once for each. `homes` are the devices of
-    the stages, None where processes have copies.
+    """`ValueError` for what cannot be in two stages: a parameter on two devices of one process (`homes` of
+    stages, None where processes have copies), and a batch normalization, which would move its averages twice.
     """
     first: dict[object, int] = {}
     for stage, span in enumerate(spans):
@@ -379,31 +334,26 @@ def refuse_apart(
                 other = first.setdefault(parameter, stage)
                 if homes[other] != homes[stage]:
                     raise ValueError(
-                        f"parameter {name!r} of layer {index} is shared by stages {other} and {stage}, but "
-                        "each has a device of its own; keep tied layers in one stage, or the stages in "
-                        "processes of their own"
+                        f"parameter {name!r} of layer {index} is shared by stages {other} and {stage}, on two"
+                        " devices; keep tied layers in one stage, or the stages in processes of their own"
                     )
             for module in layers[index].modules():
                 tracked = isinstance(module, _BatchNorm) and module.running_mean is not None
                 if tracked and first.setdefault(module, stage) != stage:
                     raise ValueError(
-                        f"a batch normalization of layer {index} is also in stage {first[module]}, so that "
-                        "its moving averages would depend on the cut; keep both in one stage"
+                        f"a batch normalization of layer {index} is also in stage {first[module]}, and its "
+                        "averages would depend on the cut; keep both in one stage"
                     )
 
 
 def worker_of(network: Network, schedule: Schedule) -> int:
     """The worker that this process is: its rank in the group, which has one for each worker."""
-    size = network.size
-    if size != schedule.num_workers:
+    if network.size != schedule.num_workers:
         holder = "worker" if schedule.placement else "stage"
         raise ValueError(
-            f"the process group has {size} ranks for {schedule.num_workers} {holder}s; it needs one rank per "
-            f"{holder}, or a schedule by which each has several stages, such as schedule='interleaved'"
+            f"the process group has {network.size} ranks for {schedule.num_workers} {holder}s; it needs one "
+            f"rank per {holder}, or a schedule by which each has several stages, such as 'interleaved'"
         )
-    rank = network.rank
-    if rank < 0:
-        raise ValueError(
-            "this process is not in the process group; build the pipeline on the group's ranks only"
-        )
-    return rank
+    if network.rank < 0:
+        raise ValueError("this process is not in the process group; build the pipeline on its ranks only")
+    return network.rank

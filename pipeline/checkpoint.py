@@ -2,18 +2,15 @@
 
 Names of parameters are those of the plain model on every rank, so torch.distributed.checkpoint can save with
 one split and load with another. Beside model and optimizer a run depends on the number of steps taken, which
-keys the random streams.
+keys the random streams. On a grid all processes of the mesh write one checkpoint, each some of what several
+have, and its part of what is divided.
 
-On a grid all processes of the mesh write one checkpoint: of what several of them have, each writes some, and
-of a parameter that is divided each its part. Which part is where is in the index, so that any other grid
-finds its own.
-
-The ranks agree through connections of the pipeline's own and not through the collectives of that package,
-which wait for as long as the user's process group says and cannot tell which rank is missing.
+The ranks agree through connections of the pipeline's own: the collectives of that package wait for as long as
+the user's process group says and cannot tell which rank is missing.
 
 The index `.metadata` alone says what the checkpoint is: it names files that no other save has written. A save
-writes new files beside the old ones, and the one moment in which its index takes the place of the old one
-replaces the checkpoint.
+writes new files beside the old ones; when its index takes the place of the old one the checkpoint is
+replaced.
 """
 
 from __future__ import annotations
@@ -49,8 +46,8 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
 
     `RuntimeError`, on every rank, if one of them cannot write or the pipeline has failed; `ActionError` if a
     rank does not come within the pipeline's `timeout_s`. Whenever it ends or is killed, `path` holds the
-    checkpoint of before or the new one; the next save removes what was left behind. One job at a time may
-    save there.
+    checkpoint of before or the new one; the next save removes what was left. One job at a time may save
+    there.
     """
     path, planner = Path(path), DefaultSavePlanner()
     writer = FileSystemWriter(path)
@@ -107,13 +104,12 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
     everything as it was, for all is read beside what is there. No code from the files is run, whatever they
     hold. All ranks must call.
     """
-    here: dict[str, Any]
     there: dict[str, Any]
     optimizer_state: dict[str, Any]
     reader: Reader
 
     def read() -> tuple[str, set[str]]:
-        nonlocal here, there, optimizer_state, reader
+        nonlocal there, optimizer_state, reader
         here, reader = _state(pipeline, optimizer), Reader(Path(path))
         there = _places(here, reader.index, _names(pipeline))
         planner = Planner()
@@ -121,9 +117,9 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
         reader.set_up_storage_reader(reader.index, is_coordinator=False)
         reader.read_data(planner.create_local_plan(), planner).wait()
         if there["seed"] != here["seed"]:
+            seed = int(there["seed"])
             raise ValueError(
-                f"it was written with seed {int(there['seed'])}, the pipeline has {pipeline.seed}; build it "
-                "with the same seed"
+                f"it was written with seed {seed}, the pipeline has {pipeline.seed}; give the same"
             )
         if optimizer is not None:
             optimizer_state = _by_position(there["optimizer"], pipeline, optimizer)
@@ -163,17 +159,13 @@ def _on_all(
 
 
 def _names(pipeline: Pipeline) -> dict[Tensor, str]:
-    """How parameters are called in a checkpoint: one with several names, in one process or several, by the
-    first.
-    """
+    """How parameters are called in a checkpoint: one with several names by the first."""
     first = pipeline.tied_names
     return {parameter: first.get(name, name) for name, parameter in pipeline.named_parameters()}
 
 
 def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Returns all that a run depends on. The optimizer's state, which is empty before the first step, is
-    stored by name, because positions and groups depend on the split.
-    """
+    """Returns all that a run depends on, the optimizer's state by name: positions depend on the split."""
     first, names = pipeline.tied_names, _names(pipeline)
     state: dict[str, Any] = {}
     options: dict[str, Any] = {}
@@ -181,14 +173,13 @@ def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[
     for group in groups:
         for parameter in group["params"]:
             if parameter not in names:
+                shape = tuple(parameter.shape)
                 raise ValueError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the pipeline does "
-                    "not have; give it those of `pipeline.parameters()`"
+                    f"the optimizer has a parameter of shape {shape} that is none of `pipeline.parameters()`"
                 )
             state[names[parameter]] = states.get(parameter, {})
-            options[names[parameter]] = {
-                key: value for key, value in group.items() if key not in ("params", "param_names")
-            }
+            own = group.keys() - {"params", "param_names"}
+            options[names[parameter]] = {key: value for key, value in group.items() if key in own}
     return {
         "model": {first.get(name, name): value for name, value in pipeline.state_dict().items()},
         "optimizer": {"state": state, "param_groups": options},
@@ -198,17 +189,13 @@ def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[
 
 
 def _places(here: Mapping[str, Any], index: Metadata, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """A state like `here` to read into, sharing nothing with it. What there is of the optimizer's parameters
-    is for the checkpoint to say.
-    """
+    """A state like `here` to read into, sharing nothing with it, the optimizer's as the checkpoint has it."""
     parameters = {name: parameter for parameter, name in names.items()}
     model = {
         name: _place(value.shape, value.dtype, value) if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in here["model"].items()
     }
-    optimizer: dict[str, Any] = {
-        kind: {name: {} for name in some} for kind, some in here["optimizer"].items()
-    }
+    optimizer: dict[str, Any] = {k: {name: {} for name in some} for k, some in here["optimizer"].items()}
     for key, (part, *path) in index.planner_data.items():
         if part != "optimizer":
             continue
@@ -226,13 +213,10 @@ def _places(here: Mapping[str, Any], index: Metadata, names: Mapping[Tensor, str
 
 
 def _place(size: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Memory for what belongs to `like` and is divided as that is; what is not goes through the host's, of
-    which there is more.
-    """
-    if isinstance(like, DTensor) and size == like.shape:
-        return torch.empty_like(like, dtype=dtype)
+    """Memory for what belongs to `like` and is divided as that is; what is not goes through the host's."""
     if isinstance(like, DTensor) and size:
-        return like.new_empty(size, dtype=dtype)
+        shared = size == like.shape
+        return torch.empty_like(like, dtype=dtype) if shared else like.new_empty(size, dtype=dtype)
     return torch.empty(size, dtype=dtype)
 
 
@@ -250,21 +234,16 @@ def _by_position(
         for name in own.values():
             before, options = options, saved["param_groups"][name]
             if missing := optimizer.defaults.keys() - options.keys():
-                raise ValueError(
-                    f"it has no `{min(missing)}` for {name}, so it is of another kind of optimizer"
-                )
+                raise ValueError(f"it has no `{min(missing)}` for {name}: it is of another optimizer")
             if before and before != options:
-                raise ValueError(
-                    f"{name} is in one group of the optimizer with parameters that have other options there"
-                )
+                raise ValueError(f"{name} is in one group with parameters that have other options there")
         groups.append({**group, **options, "params": list(own)})
     return {"state": state, "param_groups": groups}
 
 
-# The files: what they may hold, and which of them are a checkpoint's own. torch.distributed.checkpoint
-# keeps its index and whatever is no tensor (a learning rate) as pickles and trusts them. A checkpoint that
-# came from elsewhere must not be able to run anything, so only the few types that such a file needs are let
-# through.
+# The files. torch.distributed.checkpoint keeps its index and whatever is no tensor (a learning rate) as
+# pickles and trusts them. A checkpoint from elsewhere must not run anything: only the types that it needs may
+# pass.
 
 _KNOWN = {
     "torch.distributed.checkpoint.metadata": {
@@ -324,7 +303,7 @@ class Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        if isinstance(self.state_dict[name], torch.Tensor):
+        if isinstance(self.state_dict[name], Tensor):
             raise ValueError(f"{name} should be a tensor and is none")
         try:
             torch.load(value, weights_only=True)

@@ -1,13 +1,9 @@
 """Start and end of every action without disturbing it: the wall clock on CPUs, events on accelerators.
 
-An accelerator runs behind the host, so the host's clock would show when an action was enqueued. Events are
-recorded into the stream instead and read only when somebody asks for the timeline, so a step never waits for
-the device.
-
-What an event tells is the time since another one. When the first of a step happened the host does not know,
-because the device may still have had other work to do when it was enqueued, each device its own. So when
-somebody asks, one more event is recorded and waited for: it happened just now, and the others as long ago as
-the device says.
+An accelerator runs behind the host, so events are recorded into its stream and read only when somebody asks
+for the timeline: a step never waits for the device. An event tells the time since another one, and when the
+first of a step happened the host does not know. So when somebody asks, one more event is recorded and waited
+for: it happened just now, and the others as long ago as the device says.
 """
 
 from __future__ import annotations
@@ -25,13 +21,13 @@ from .plan.timeline import Event, Timeline
 
 
 class Clock:
-    """Records start and end of the actions of one program, step after step; keeps the latest step."""
+    """Start and end of the actions of one program in the latest step."""
 
     def __init__(self, actions: Sequence[Action], stage_devices: Sequence[torch.device]) -> None:
         self._actions = tuple(actions)
         self._devices = tuple(stage_devices)  # by stage
-        # Start and end of each action, one after the other: what tells the time, and what it told, which is
-        # nanoseconds of the host or an event of an accelerator.
+        # Start and end of each action in turn: what tells the time, and what it told, which is nanoseconds of
+        # the host or an event of an accelerator.
         self.times: list[int | torch.Event] = [0] * (2 * len(self._actions))
         self.read: list[Callable[[], int | torch.Event]] = [time.perf_counter_ns] * len(self.times)
         self._accelerators = tuple(filter(devices.is_accelerator, dict.fromkeys(self._devices)))
@@ -41,7 +37,7 @@ class Clock:
         self.complete = False
 
     def begin(self) -> None:
-        """Begins a step. Without accelerators, the host's clock needs no preparation."""
+        """Begins a step; the host's clock alone needs no preparation."""
         self.complete = False
         if self._accelerators:
             self._firsts_ns = {}
@@ -57,20 +53,19 @@ class Clock:
             for device, event in self._firsts.items():
                 event.record(devices.current_stream(device))
 
-    def start(self, position: int) -> None:
-        """The action at `position` of the program begins."""
-        self.times[2 * position] = self.read[2 * position]()
-
-    def stop(self, position: int) -> None:
-        """The action at `position` of the program ends."""
-        self.times[2 * position + 1] = self.read[2 * position + 1]()
+    def note(self, place: int) -> None:
+        """Notes when action `place` // 2 of the program begins, or ends where `place` is odd."""
+        self.times[place] = self.read[place]()
 
     def events(self, offset_ns: int = 0) -> tuple[Event, ...]:
         """The latest step in seconds of the wall clock, moved by `offset_ns`. Waits for the devices.
-
         `ValueError` before the first complete step.
         """
-        self._date_firsts()
+        if not self.complete:
+            raise ValueError("no complete step to show; run a step first")
+        for device, first in self._firsts.items():
+            if device not in self._firsts_ns:
+                self._firsts_ns[device] = _happened_ns(first, device)
         found = []
         for position, action in enumerate(self._actions):
             device = self._devices[action.stage]
@@ -83,22 +78,10 @@ class Clock:
             found.append(Event(action, (start_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9))
         return tuple(found)
 
-    def _date_firsts(self) -> None:
-        if not self.complete:
-            raise ValueError("no complete step to show; run a step first")
-        for device, first in self._firsts.items():
-            if device not in self._firsts_ns:
-                self._firsts_ns[device] = _happened_ns(first, device)
-
     def timeline(self, num_stages: int, placement: tuple[int, ...] = ()) -> Timeline:
         """The latest step. Waits for the device. `ValueError` before the first complete step."""
-        return Timeline.of(
-            self.events(),
-            num_stages,
-            devices=[str(device) for device in self._devices],
-            conditions=conditions(),
-            placement=placement,
-        )
+        places, limits = [*map(str, self._devices)], conditions()
+        return Timeline.of(self.events(), num_stages, devices=places, conditions=limits, placement=placement)
 
 
 def _recorded(event: torch.Event, device: torch.device) -> torch.Event:
@@ -107,7 +90,7 @@ def _recorded(event: torch.Event, device: torch.device) -> torch.Event:
 
 
 def conditions() -> dict[str, str]:
-    """Returns the limits of this process: its compute threads and the cores it may run on."""
+    """The limits of this process: its compute threads and the cores it may run on."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pinned = bool(cores) and len(cores) < (os.cpu_count() or 0)
     return {
@@ -117,9 +100,8 @@ def conditions() -> dict[str, str]:
 
 
 def _happened_ns(event: torch.Event, device: torch.device) -> float:
-    """When an event of the device happened, by the wall clock. Waits for all that the device has to do.
-
-    It is right within half the time that an idle device takes to answer.
+    """When an event of the device happened, by the wall clock, within half the time that an idle device takes
+    to answer. Waits for all that the device has to do.
     """
     devices.synchronize(device)
     before_ns = time.perf_counter_ns()

@@ -1,23 +1,16 @@
 """What the pipeline asks of devices: the only file of `pipeline` that names an accelerator's interface.
 
-Streams, events and memory are asked for through `torch.accelerator`, `torch.Stream` and `torch.Event`, which
-serve CUDA, ROCm, XPU and what comes; what these lack (names, random generators) is asked of the
-device type's own module. Where there is nothing to do, on a CPU, every function does nothing and gives the
-harmless answer, so that callers need no second path.
+Most is asked of `torch.accelerator`, `torch.Stream` and `torch.Event`, which serve CUDA, ROCm, XPU and what
+comes; names and random generators of the device type's own module. On a CPU every function does nothing and
+gives the harmless answer, so that callers need no second path. Call the functions through the module
+(`devices.event(...)`): tests replace them here by fakes that work on CPU tensors and record what is asked.
 
-Call the functions through the module (`devices.event(...)`): tests replace them here, all at once, by fakes
-that work on CPU tensors and record what is asked.
-
-Tensors go from device to device beside what both compute (`Transfers`). A plain `.to(device)` is enqueued
-among the computations: the current streams of both devices wait for each other at the moment of sending, so
-that the receiver, whose next action may need something else, stands still until the sender has come to it,
-and the other way round. Here the copies from one device to another have a stream of their own on each of the
-two. The sender's computations are waited for by the copy alone, and the receiver waits where it needs the
-tensors and not before.
-
-What was made in one stream and is used in another must tell the allocator (`record_stream`), or its memory
-would be given away while it is still read. From a CPU tensors leave through pinned memory and the host does
-not wait for them; towards a CPU the host waits when they are received, since it is what computes there.
+Tensors go from device to device beside what both compute (`Transfers`). Under a plain `.to(device)` the
+current streams of both devices wait for each other at the moment of sending. Here copies have a stream of
+their own on each of the two: the copy alone waits for the sender's computations, and the receiver where it
+needs the tensors. What is used in another stream than its own must tell the allocator (`record_stream`), or
+its memory would be given away while it is read. From a CPU tensors leave through pinned memory without a
+wait; towards a CPU the host waits when they are received, since it is what computes there.
 """
 
 from __future__ import annotations
@@ -33,9 +26,6 @@ from torch import Tensor
 
 _ON_HOST = ("cpu", "meta")
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-# Which devices there are
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -64,9 +54,7 @@ def current(device_type: str) -> torch.device:
 
 
 def exact(device: torch.device | str) -> torch.device:
-    """The device with its index, so that it compares equal to that of a tensor on it: "cuda" is the current
-    one.
-    """
+    """The device with its index, as tensors on it have it: "cuda" is the current one."""
     found = torch.device(device)
     return current(found.type) if is_accelerator(found) and found.index is None else found
 
@@ -108,9 +96,7 @@ def new_stream(device: torch.device) -> torch.Stream:
 
 def current_stream(device: torch.device) -> torch.Stream:
     """The queue that operations on the device go to now."""
-    if not is_accelerator(device):
-        return torch.Stream(device)
-    return torch.accelerator.current_stream(device)
+    return torch.accelerator.current_stream(device) if is_accelerator(device) else torch.Stream(device)
 
 
 def using(stream: torch.Stream) -> AbstractContextManager[Any]:
@@ -119,9 +105,7 @@ def using(stream: torch.Stream) -> AbstractContextManager[Any]:
 
 
 def event(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """A mark to be recorded in a stream: another stream can wait for it, and two with `timing` tell the
-    time between them.
-    """
+    """A mark to record in a stream, for which others can wait; two with `timing` tell the time between."""
     return torch.Event(device, enable_timing=timing)
 
 
@@ -133,25 +117,20 @@ def mark(device: torch.device) -> torch.Event:
 
 
 def record_stream(tensor: Tensor, stream: torch.Stream) -> None:
-    """Keeps the tensor's memory from being given to another until what the stream has been given so far is
-    done. Needed wherever a tensor is used in another stream than the one it was made in.
-    """
+    """Keeps the memory of a tensor that was made in another stream until what this one has so far is done."""
     if is_accelerator(tensor.device):
         tensor.record_stream(cast("Any", stream))
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """A CPU tensor in memory that a device can read by itself, so that a copy need not hold up the host; as
-    it is, if it is there already.
-    """
+    """A CPU tensor in memory that a device can read by itself, so that a copy need not hold up the host."""
     return tensor if tensor.is_pinned() else tensor.pin_memory()
 
 
 def hold(device: torch.device, seconds: float) -> None:
-    """Keeps the current stream of a CUDA device busy for about so long; nothing on others.
-
-    A caller that times short work lets the host run ahead meanwhile, by no more than the thousand operations
-    that a stream takes: events around the work then tell what the device takes, not how fast Python asks.
+    """Keeps the current stream of a CUDA device busy for about so long; nothing on others. Meanwhile the host
+    runs ahead, by no more than the thousand operations that a stream takes, so that events around short work
+    tell what the device takes, not how fast Python asks.
     """
     if device.type == "cuda" and seconds > 0:
         with on(device):
@@ -169,9 +148,6 @@ def _cycles_per_s(device: torch.device) -> float:
     end.record(current_stream(device))
     end.synchronize()
     return cycles / begin.elapsed_time(end) * 1e3
-
-
-# Memory
 
 
 def total_memory_bytes(device: torch.device) -> int:
@@ -197,9 +173,6 @@ def empty_cache(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
-# Random numbers
-
-
 def generator(device: torch.device) -> torch.Generator:
     """The generator that operations on the device draw from when none is named."""
     if not is_accelerator(device):
@@ -212,10 +185,7 @@ def generator(device: torch.device) -> torch.Generator:
         return cast("torch.Generator", module.default_generators[index])
     if hasattr(module, "_get_default_mps_generator"):
         return cast("torch.Generator", module._get_default_mps_generator())
-    raise ValueError(
-        f"torch names no random generator of {device}, so layers that draw cannot be reproduced there; use "
-        "a device of type cpu, cuda, xpu or mps"
-    )
+    raise ValueError(f"torch names no random generator of {device}; use one of type cpu, cuda, xpu or mps")
 
 
 Sent = TypeVar("Sent", Tensor, Tensor | None)
@@ -278,14 +248,13 @@ class Transfers:
             if tensor is None or tensor.device == target:
                 sent.append(tensor)
             elif is_accelerator(tensor.device) or is_accelerator(target):
-                streams = used.get(tensor.device)
-                if streams is None:
-                    ends = tensor.device, target
-                    streams = used[tensor.device] = self._streams.get(ends) or self._streams.setdefault(
-                        ends, CopyStreams(*ends)
-                    )
-                    streams.open()
-                sent.append(streams.send(tensor))
+                ends = tensor.device, target
+                if ends not in self._streams:
+                    self._streams[ends] = CopyStreams(*ends)
+                if tensor.device not in used:
+                    used[tensor.device] = self._streams[ends]
+                    used[tensor.device].open()
+                sent.append(used[tensor.device].send(tensor))
             else:
                 sent.append(tensor.to(target))
         return tuple(sent), tuple([streams.close() for streams in used.values()])

@@ -9,20 +9,17 @@ from .plan.schedule import Action
 
 class ActionError(RuntimeError):
     """An action failed. `action` is which (`2F0`, None outside of any), `rank` the process (None if there is
-    but one), `cause` what happened and `coordinates` where on the grid (`dp=1 pp=0`; none without a grid).
-
-    In the process in which it was raised, the original exception with its traceback is `__cause__`.
+    but one), `cause` what happened and `coordinates` where on the grid (`dp=1 pp=0`; none without a grid). In
+    the process in which it was raised, the original exception with its traceback is `__cause__`.
     """
 
     def __init__(
         self, action: Action | None, cause: str, rank: int | None = None, coordinates: str = ""
     ) -> None:
         self.action, self.cause, self.rank, self.coordinates = action, cause, rank, coordinates
-        where = f"action {action}" if action is not None else "a step"
-        if rank is not None:
-            where += f" on rank {rank}"
-        if coordinates:
-            where = f"{coordinates}, {where}"
+        where = f"{coordinates}, " * bool(coordinates)
+        where += f"action {action}" if action is not None else "a step"
+        where += f" on rank {rank}" if rank is not None else ""
         super().__init__(f"{where} failed: {cause}")
 
 
@@ -31,9 +28,9 @@ class VerifyError(RuntimeError):
 
 
 class PeerError(RuntimeError):
-    """A message between this rank and rank `peer` did not get through; `action` of the peer should have
-    produced or taken it. `what` says why. Where `peer` is None, all that is known is that some rank is
-    missing. `in_job`: `peer` is numbered in the job, not in a group of it.
+    """A message between this rank and rank `peer`, whose `action` should have produced or taken it, did not
+    get through; `what` says why. `peer` is None where some rank is missing, and numbered in the job if
+    `in_job`.
     """
 
     def __init__(
@@ -45,7 +42,7 @@ class PeerError(RuntimeError):
         super().__init__(self.cause)
 
     def numbered(self, ranks: Sequence[int]) -> PeerError:
-        """Returns the error with the peer's number in the job; `ranks` has the job's number of each rank."""
+        """The error with the peer's number in the job, which `ranks` has of each rank."""
         if self.peer is None or self._in_job:
             return self
         return PeerError(self.action, ranks[self.peer], self.what, timed_out=self.timed_out, in_job=True)
@@ -86,9 +83,8 @@ def summary(error: BaseException) -> str:
 
 def check_equal(found: Sequence[object], who: str = "rank") -> None:
     """`ValueError`, on every rank alike, if what the ranks (or what `who` says) build is not the same."""
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise ValueError(
-                f"{who} {rank} builds another pipeline than {who} 0: its layers, cuts, schedule or seed "
-                "differ; give all ranks the same arguments"
-            )
+    if others := [rank for rank, other in enumerate(found) if other != found[0]]:
+        raise ValueError(
+            f"{who} {others[0]} builds another pipeline than {who} 0: its layers, cuts, schedule or seed "
+            "differ; give all ranks the same arguments"
+        )

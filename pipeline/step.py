@@ -1,10 +1,8 @@
 """Runs one mini-batch through this process's stages; even a failure ends the step on every rank.
 
-Nothing is decided here: the schedule says what happens in which order, the stages know how, the transport
-moves what has to move. What is left is a loop (`run`) over what `prepare` has looked up once. Unlike a
-training step, a forward-only pass has no loss and only takes forward actions. Around the loop is what must
-hold for both (`Steps`): the stages get their micro-batches and targets, all ranks learn how many examples
-there are, no cast is cached across the pass, and a failure leaves no rank waiting.
+The schedule says what happens in which order, the stages know how, the transport moves what has to move. What
+is left is a loop (`run`) over what `prepare` has looked up once; around it the stages get their micro-batches
+and targets, and a failure leaves no rank waiting (`Steps`). A forward-only pass only takes forward actions.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from .plan.walk import execution_order, validate
 from .ranks.distributed import PointToPoint
 from .stage.layers import LossFn
 from .stage.stage import Stage
-from .stage.trees import Message, Nested, Tree, divide, flatten, num_examples, sizes
+from .stage.trees import Nested, Tree, divide, flatten, num_examples, sizes
 from .transport import EdgeTransport, StepPlan
 
 Observer = Callable[[Action], AbstractContextManager[object]]
@@ -41,8 +39,8 @@ T = TypeVar("T", bound=BaseException)
 
 
 class Steps:
-    """Takes mini-batches through this process's stages (`stages`, by index; `stage_devices` has those of all
-    processes). `elsewhere` maps the id of a parameter that another process trains to a weak reference and its
+    """Takes mini-batches through this process's stages (`stages`, by index; `stage_devices` are of all
+    stages). `elsewhere` maps the id of a parameter that another process trains to a weak reference and its
     name.
     """
 
@@ -84,16 +82,13 @@ class Steps:
         observe: Observer | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor | None:
-        """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only.
-
-        `model` is the whole module of this process, `number` keys the random streams, `scaler` scales the
-        gradients. Returns the mean loss of a training step; the outputs of forwards are left in the last
-        stage.
+        """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only, whose
+        outputs are left in the last stage. `model` is the whole module of this process, `number` keys the
+        random streams, `scaler` scales the gradients. Returns the mean loss of a training step.
         """
         if not self._turn.acquire(blocking=False):
             raise RuntimeError(
-                "the pipeline is in the middle of a step or an evaluation, in another thread or in a hook; "
-                "take one after the other"
+                "the pipeline is in a step, in another thread or a hook; take one after the other"
             )
         # A tensor cached without a graph must not be used in one, and caches would copy every weight.
         casts, parametrized = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
@@ -133,9 +128,7 @@ class Steps:
             self._turn.release()
 
     def refused(self, error: T) -> T:
-        """Tells the other ranks, which may have begun, not to wait; returns `error`, which bad arguments
-        caused.
-        """
+        """Tells the other ranks not to wait after bad arguments; returns their `error`."""
         if self._ranks is not None:
             self._give_up(error)
         return error
@@ -163,29 +156,23 @@ class Steps:
             count = self._data_parallel.agree(count)
         tensors, structure = flatten(batch, "the mini-batch")
         if any(tensor.requires_grad for tensor in tensors):
-            raise ValueError(
-                "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
-            )
+            raise ValueError("the batch requires a gradient, which no pipeline computes; pass batch.detach()")
         plan = StepPlan(examples, count, training)
         signature: Hashable = None
         if self._ranks is not None:  # what the shapes, dtypes and gradients of all messages may depend on
-            signature = (
-                training,
-                count,
-                model.training,
-                _signature(Message(tensors, structure, ())),
-                tuple(p.requires_grad for p in model.parameters()),
-                tuple(
-                    (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._device_types
-                ),
+            kind = structure.kind() if isinstance(structure, Nested) else structure
+            casts = tuple(
+                (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._device_types
             )
+            shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+            trained = tuple(p.requires_grad for p in model.parameters())
+            signature = (training, count, model.training, kind, shapes, trained, casts)
         return self._transport.begin(plan, signature), divide(batch, sizes(examples, count))
 
     def _follow(self, num_microbatches: int) -> None:
         """The steps take so many micro-batches from now on, which may be fewer than the schedule has."""
-        whole = self._schedule
-        is_whole = num_microbatches == whole.num_microbatches
-        self._rows = whole if is_whole else shortened(whole, num_microbatches)
+        is_whole = num_microbatches == self._schedule.num_microbatches
+        self._rows = self._schedule if is_whole else shortened(self._schedule, num_microbatches)
         for stage in self._stages.values():
             stage.follow(self._rows)
 
@@ -198,9 +185,7 @@ class Steps:
         loss_fn: LossFn | None,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        """Gives each stage its part of the step, and the last one the weight of each micro-batch in the loss.
-        Also prepares gradients that need more than an addition to `.grad`.
-        """
+        """Gives each stage its part of the step, with the weight of each micro-batch in the loss."""
         lengths = sizes(plan.examples, plan.num_microbatches)
         shares: Sequence[float] = ()
         targets: Sequence[Tree | None] = ()
@@ -212,13 +197,12 @@ class Steps:
                 shares = self._data_parallel.begin(lengths, loss_fn, has_loss=self._has_last)
             else:
                 shares = tuple([length / plan.examples for length in lengths])
-            if self._has_last and target is not None and num_examples(target, "the target") != plan.examples:
-                raise ValueError(
-                    f"the mini-batch has {plan.examples} examples but the target "
-                    f"{num_examples(target, 'the target')}"
-                )
-            if self._has_last:
-                targets = [None] * len(lengths) if target is None else divide(target, lengths, "the target")
+            if self._has_last and target is not None:
+                if (found := num_examples(target, "the target")) != plan.examples:
+                    raise ValueError(f"the mini-batch has {plan.examples} examples but the target {found}")
+                targets = divide(target, lengths, "the target")
+            elif self._has_last:
+                targets = [None] * len(lengths)
         for stage in self._stages.values():
             stage.begin(
                 number,
@@ -247,16 +231,12 @@ class Steps:
         return self._programs[key]
 
     def _on_their_devices(self, observe: Observer | None) -> Observer:
-        """`observe`, with the device of an action's stage as the current one in the action: layers may ask
-        for "the" accelerator without saying which.
-        """
+        """`observe`, with the device of an action's stage as the current one: layers may not say which."""
 
         @contextmanager
         def guarded(action: Action) -> Iterator[None]:
-            with (
-                devices.on(self._stages[action.stage].device),
-                _UNOBSERVED if observe is None else observe(action),
-            ):
+            observed = _UNOBSERVED if observe is None else observe(action)
+            with devices.on(self._stages[action.stage].device), observed:
                 yield
 
         return guarded
@@ -288,11 +268,9 @@ class Instruction(NamedTuple):
 def prepare(
     schedule: Schedule, stages: Mapping[int, Stage], *, training: bool = True
 ) -> tuple[Instruction, ...]:
-    """The actions that this process takes, in order, with everything looked up that a step needs.
-
-    For one worker, that is its row of the schedule. Workers on one device take turns
-    (`walk.execution_order`); with several devices, which run in parallel, actions are sorted by the time they
-    would start. `training=False` leaves the forwards only.
+    """The actions that this process takes, in order, with everything looked up that a step needs: for one
+    worker its row of the schedule. Workers on one device take turns (`walk.execution_order`); with several
+    devices, actions are sorted by the time they would start. `training=False` leaves the forwards only.
     """
     validate(schedule)
     workers = {schedule.worker(stage) for stage in stages}
@@ -318,9 +296,8 @@ def prepare(
 def run(
     program: Sequence[Instruction], transport: EdgeTransport, clock: Clock, observe: Observer | None = None
 ) -> None:
-    """Takes every action of `program` once. Stages and transport have begun; the caller finishes them.
-
-    `observe` is entered around each action. An exception in an action becomes the `ActionError` naming it.
+    """Takes every action of `program` once, `observe` entered around each. Stages and transport have begun;
+    the caller finishes them. An exception in an action becomes the `ActionError` naming it.
     """
     action: Action | None = None
     clock.complete = False
@@ -369,10 +346,3 @@ def _take(instruction: Instruction, position: int, transport: EdgeTransport, clo
             transport.release(stage.index, m)
         if kind is not W and before is not None:
             transport.send_back(before, m, passed)
-
-
-def _signature(message: Message) -> Hashable:
-    """Returns the properties of a message on which the shapes of later messages may depend."""
-    structure = message.structure
-    kind = structure.kind() if isinstance(structure, Nested) else structure
-    return kind, tuple([(tensor.shape, tensor.dtype) for tensor in message.tensors])

@@ -1,9 +1,8 @@
 """What the engine asks of a transport, and the transport of stages that live in one process.
 
-`EdgeTransport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes.
-In one process a transport is a set of mailboxes, one per edge, direction and micro-batch. With all stages on
-one device nothing moves at all: the receiver works on the sender's tensor. Stages on devices of their own get
-the tensor copied to their device, beside what the devices compute (`devices.Transfers`).
+`EdgeTransport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes. In one
+process a transport is a set of mailboxes, one per edge, direction and micro-batch: with all stages on one
+device the receiver works on the sender's tensor, else on a copy (`devices.Transfers`).
 """
 
 from __future__ import annotations
@@ -32,16 +31,11 @@ class StepPlan(NamedTuple):
 
 
 class EdgeTransport(Protocol):
-    """Carries activations along the edges between stages, and gradients back.
-
-    The order of sends and receives is that of the schedule.
-    """
+    """Carries activations along the edges between stages, and gradients back, in the schedule's order."""
 
     def begin(self, plan: StepPlan | None, signature: Hashable) -> StepPlan:
-        """Starts a step; the process of the first stage brings the plan, all learn it.
-
-        Under an equal `signature` (that of the first stage counts) all messages have the same shapes and
-        dtypes.
+        """Starts a step; the process of the first stage brings the plan, all learn it. Under an equal
+        `signature` (that of the first stage counts) all messages have the same shapes and dtypes.
         """
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
@@ -58,14 +52,10 @@ class EdgeTransport(Protocol):
 
     @property
     def release(self) -> Callable[[int, int], None] | None:
-        """Function that a stage calls with its number when it is done with a micro-batch, so that the
-        receive buffers may be overwritten. None where no buffer is.
-        """
+        """Function of (stage, micro-batch) that says that its receive buffers may be overwritten, if any."""
 
     def send_loss(self, loss: Tensor) -> None:
-        """Hands the loss of a training step to all, once all micro-batches are forward; the last stage calls
-        it.
-        """
+        """Hands the last stage's loss of a training step to all, once all micro-batches are forward."""
 
     def finish(self) -> Tensor | None:
         """Ends a step; returns the loss of a training step, on all processes."""
@@ -75,10 +65,9 @@ class EdgeTransport(Protocol):
 
 
 class InProcess:
-    """All stages in this process, on one device, or with `devices` each on its own.
-
-    With `copy` each stage gets a tensor of its own, as on separate devices; `observe_transfer`, given the
-    receiving stage, is entered around the copy, so that a memory tracker can charge it to its owner.
+    """All stages in this process, on one device, or with `devices` each on its own. With `copy` each stage
+    gets a tensor of its own, as on separate devices; `observe_transfer`, given the receiving stage, is
+    entered around the copy, so that a memory tracker can charge it to its owner.
     """
 
     release = None
@@ -94,10 +83,10 @@ class InProcess:
         self._observe_transfer = observe_transfer or nullcontext
         self._transfers = Transfers() if devices else None
         self._moves = copy or bool(devices)
-        # By the number of the edge and the micro-batch.
+        # By the number of the edge and the micro-batch; marks of when it is there also by whether it is a
+        # gradient.
         self._activations: dict[tuple[int, int], Message] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
-        # When what is to be received is there, by whether it is a gradient, too.
         self._marks: dict[tuple[int, int, bool], tuple[Mark, ...]] = {}
         self._loss: Tensor | None = None
 
@@ -151,7 +140,7 @@ class InProcess:
         copies: list[Any] = []
         for tensor in tensors:
             with self._observe_transfer(receiver):
-                copies.append(None if tensor is None else tensor.clone())
+                copies.append(tensor if tensor is None else tensor.clone())
         return tuple(copies)
 
     def _arrive(self, tensors: Sequence[Tensor | None], receiver: int, key: tuple[int, int, bool]) -> None:

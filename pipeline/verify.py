@@ -1,16 +1,14 @@
 """Whether a pipeline trains a model exactly: one step of it beside the same step of the plain model.
 
-A cut passes on tensors, and a recomputation calls a layer once more. A layer that also leaves something in an
-attribute, reads it in another stage, draws from a generator of its own or trains inside of its forward is
-right in the plain model, and may be wrong here without an error. Nobody can list all such ways, so both steps
-are taken and compared. What stages give is compared first, then the loss, the gradients from the last layer
-back to the first, as a backward meets them, the buffers and the random streams: so what differs first is near
-its cause.
+A layer that leaves something in an attribute, reads it in another stage, draws from a generator of its own or
+trains inside of its forward is right in the plain model, and may be wrong here without an error. Nobody can
+list all such ways, so both steps are taken and compared: what stages give, the loss, the gradients from the
+last layer back to the first, the buffers and the random streams. So what differs first is near its cause.
 
-The plain step takes the same micro-batches one after another, each forward and backward, with the draws that
-the pipeline makes. Over processes it is taken on the rank of the last stage, and every rank is sent the
-values and gradients of all: twice the size of the model, in the host's memory, until `verify` returns. Plain
-attributes are not sent: of layers that change theirs from step to step, verify the first one.
+The plain step takes the same micro-batches one after another, with the draws that the pipeline makes. Over
+processes it is taken on the rank of the last stage, and every rank is sent the values and gradients of all:
+twice the size of the model, in the host's memory, until `verify` returns. Plain attributes are not sent: of
+layers that change theirs from step to step, verify the first one.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
@@ -48,9 +47,7 @@ from .stage.trees import (
 
 # The largest difference that rounding explains, relative to the largest number of a tensor.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# Gradients that cancel out leave rounding alone; what is this much smaller than the largest one is judged
-# by that.
-_SMALL = 1e-3
+_SMALL = 1e-3  # gradients that are smaller than the largest by this cancel out: rounding, judged by that one
 
 Pipeline: TypeAlias = Any  # `api.Pipeline`, whose method this is
 Name = tuple[int, str]  # the layer, `num_layers` for the loss, and the name of a tensor in it
@@ -94,19 +91,16 @@ def verify(
                 f"verify compares with the plain model, and along {name!r} no process has whole parameters; "
                 f"verify the same model on a mesh without {name!r}, which changes nothing that a layer does"
             )
-    places = {name: index for index, name in enumerate(pipeline._layer_names)}
-    own = {places[name]: layer for name, layer in pipeline._layers.items()}
+    own = {pipeline._layer_names.index(name): layer for name, layer in pipeline._layers.items()}
     if isinstance(loss_fn, nn.Module):
         own[num_layers] = loss_fn
-    everything = own | {
-        index: layer for index, each in enumerate(pipeline._whole) if (layer := each()) is not None
-    }
+    whole = ((index, each()) for index, each in enumerate(pipeline._whole))
+    everything = own | {index: layer for index, layer in whole if layer is not None}
     before = _Before([*everything.values(), loss_fn])
     known = [(stage, stage.known()) for stage in pipeline._stages.values()]
     device = next(iter(pipeline._stages.values())).device
-    replica = 0 if grid is None else grid.replica
+    replica, is_alone = 0 if grid is None else grid.replica, pipeline._ranks is None
     has_loss = pipeline._schedule.num_stages - 1 in pipeline._stages
-    is_alone = pipeline._ranks is None
     caches = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
     torch.set_autocast_cache_enabled(False)  # as in a step
     parametrize._cache_enabled = 0
@@ -116,8 +110,7 @@ def verify(
         step = _as_pipeline(pipeline, own, *copy.deepcopy((batch, target)), loss_fn)
         before.restore()
         own_batch, own_target = batch if 0 in pipeline._stages else None, target if has_loss else None
-        mine = _Brought(replica, own_batch, own_target, values, step)
-        brought = pipeline.gather_all(mine)
+        brought = pipeline.gather_all(_Brought(replica, own_batch, own_target, values, step))
         found: str | float = 0.0
         if has_loss and replica == 0:
             try:
@@ -141,46 +134,33 @@ def verify(
             stage.know(found_before)
         torch.set_autocast_cache_enabled(caches[0])
         parametrize._cache_enabled = caches[1]
-    said: list[str | float] = pipeline.gather_all(found)
+    said: list[Any] = pipeline.gather_all(found)
     for each in said:
         if isinstance(each, str):
             raise VerifyError(each)
-    return max(each for each in said if not isinstance(each, str))
-
-
-# The two steps
+    return float(max(said))
 
 
 def _as_pipeline(
-    pipeline: Pipeline,
-    own: Mapping[int, nn.Module],
-    batch: Tree | None,
-    target: Tree | None,
-    loss_fn: LossFn,
+    pipeline: Pipeline, own: Mapping[int, nn.Module], batch: Tree | None, target: Tree | None, loss_fn: LossFn
 ) -> _Step:
     """A step of this pipeline as it is, with what its stages have found out about their layers."""
     step = _Step()
 
-    def watched(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(m: int, *arguments: Any) -> Any:
-            message = forward(m, *arguments)
-            if isinstance(message, Message):
-                step.outputs[index, m] = _sums(message.tensors)
-            return message
-
-        return call
+    def watched(index: int, forward: Callable[..., Any], m: int, *arguments: Any) -> Any:
+        message = forward(m, *arguments)
+        if isinstance(message, Message):
+            step.outputs[index, m] = _sums(message.tensors)
+        return message
 
     for index, stage in pipeline._stages.items():
-        stage.forward = watched(index, stage.forward)
+        stage.forward = partial(watched, index, stage.forward)
     try:
-        loss = pipeline._steps.take(pipeline, pipeline.num_steps, batch, target, loss_fn)
+        step.loss = float(pipeline._steps.take(pipeline, pipeline.num_steps, batch, target, loss_fn))
     finally:
         for stage in pipeline._stages.values():
             del stage.forward
-    assert loss is not None
-    step.loss = float(loss)
-    step.gradients, step.buffers = _gradients(own), _buffers(own)
-    step.streams = _streams()
+    step.gradients, step.buffers, step.streams = _gradients(own), _buffers(own), _streams()
     return step
 
 
@@ -194,8 +174,7 @@ def _as_plain(
 ) -> list[_Step]:
     """Runs the step on the plain model with each replica's share; all results have the summed gradients."""
     num_replicas = 1 + max(each.replica for each in brought)
-    num_layers = len(pipeline._layer_names)
-    sequence = tuple([layers[index] for index in range(num_layers)])
+    sequence = tuple([layers[index] for index in range(len(pipeline._layer_names))])
     schedule = pipeline._steps.latest
     ends = {span[-1]: stage for stage, span in enumerate(pipeline.partition[:-1])}
     mine = [[each for each in brought if each.replica == replica] for replica in range(num_replicas)]
@@ -204,13 +183,20 @@ def _as_plain(
     statistics = Statistics(sequence)
     statistics.begin()
     steps = [_Step() for _ in range(num_replicas)]
+
+    def noting(step: _Step, stage: int, m: int, call: Callable[..., Any], *arguments: Any) -> Any:
+        output = call(*arguments)
+        step.outputs[stage, m] = _sums(flatten(output)[0])
+        return output
+
     for replica, (ranks, step) in enumerate(zip(mine, steps, strict=True)):
         before.restore(gradients=False)
-        for each in ranks:
-            _load(layers, each, device)
-        batch, target = copy.deepcopy(
-            (batches[replica], next((each.target for each in ranks if each.target is not None), None))
-        )
+        parts = dict(_tensors(layers))
+        for name, value in (item for each in ranks for item in each.values.items()):
+            if value is not None:
+                parts[name].data = value.to(device)  # as their owner has it
+        target = next((each.target for each in ranks if each.target is not None), None)
+        batch, target = copy.deepcopy((batches[replica], target))
         count = min(num_examples(batch), schedule.num_microbatches)
         lengths = sizes(num_examples(batch), count)
         runner = LayerRunner(
@@ -221,11 +207,11 @@ def _as_plain(
         feed = divide(_moved(batch, device), lengths)
         targets = [None] * count if target is None else divide(_moved(target, device), lengths)
         runner.begin(pipeline.num_steps, targets, loss_fn)
-        microbatches = [a.microbatch for a in schedule.row(0) if a.kind is Kind.F and a.microbatch < count]
-        for m in microbatches:
-            calls = enumerate(runner._calls)
+        calls = runner._calls
+        for m in [a.microbatch for a in schedule.row(0) if a.kind is Kind.F and a.microbatch < count]:
             runner._calls = [
-                (_noting(call, step, ends[i], m) if i in ends else call, key) for i, (call, key) in calls
+                (partial(noting, step, ends[i], m, call) if i in ends else call, key)
+                for i, (call, key) in enumerate(calls)
             ]
             loss = runner.loss(m, runner.run(m, feed[m], recording=True))
             step.loss += float(loss.detach()) * lengths[m] / total
@@ -241,21 +227,6 @@ def _as_plain(
     return steps
 
 
-def _noting(call: Callable[..., Any], step: _Step, stage: int, m: int) -> Callable[..., Any]:
-    call = getattr(call, "noted", call)
-
-    def noting(*arguments: Any) -> Any:
-        output = call(*arguments)
-        step.outputs[stage, m] = _sums(flatten(output)[0])
-        return output
-
-    noting.noted = call  # type: ignore[attr-defined]
-    return noting
-
-
-# What differs first
-
-
 def _compare(
     pipeline: Pipeline,
     layers: Mapping[int, nn.Module],
@@ -264,67 +235,14 @@ def _compare(
     tolerance: float,
 ) -> str | float:
     """The largest relative difference, or what differs first, where, by how much and why, likely."""
-    stage_of = {layer: stage for stage, span in enumerate(pipeline.partition) for layer in span}
-    last = len(pipeline.partition) - 1
-    recomputes = {a.stage for row in pipeline._steps.latest.actions for a in row if a.kind is Kind.R}
     largest = 0.0
-
-    def place(layer: int, name: str) -> str:
-        if layer not in stage_of:
-            return f"{name!r} of loss_fn"
-        return f"{name!r} of layer {layer} ({type(layers[layer]).__name__}), in stage {stage_of[layer]},"
-
-    def differs(what: str, by: float, cause: str) -> str:
-        return (
-            f"{what} differs from the plain model's by {by:.1e} of its largest number, and rounding explains "
-            f"{tolerance:.0e}. {cause}"
-        )
-
-    outside = (
-        "What computes it uses something that does not come with its input: an attribute of a module or a "
-        "tensor, memory that another layer overwrites, or random numbers that are not of torch's generators"
-    )
-    beside = (
-        "Outputs and loss are right, so a gradient comes some other way than from layer to layer: through a "
-        "tensor in an attribute, to a weight of another stage, or from a backward inside of a forward"
-    )
-    again = (
-        f"{beside}. Or layers find something else when they are called again; then remat='never' is right, "
-        "and so is a buffer (register_buffer) in place of the attribute that they change"
-    )
-    order = sorted({key for each in brought for key in each.step.outputs})
-    for stage, m in order:
-        for each in brought:
-            found, wanted = each.step.outputs.get((stage, m)), plain[each.replica].outputs.get((stage, m))
-            if found is not None and wanted is not None:
-                by = max(abs(a - b) for a, b in zip(found, wanted, strict=True)) / max(wanted[1], 1e-300)
-                largest = max(largest, by)
-                if not by <= tolerance and not all(map(_is_same, found, wanted)):
-                    return differs(f"the output of stage {stage} for micro-batch {m}", by, outside)
-    for each in brought:
-        by = abs(each.step.loss - plain[0].loss) / max(abs(plain[0].loss), 1e-300)
+    for what, by, cause in _differences(pipeline, layers, brought, plain):
         largest = max(largest, by)
-        if not by <= tolerance and not _is_same(each.step.loss, plain[0].loss):
-            return differs(f"the loss, which is {each.step.loss:.6g}, in stage {last},", by, outside)
-    sizes_of = [float(g.abs().max()) for g in plain[0].gradients.values() if g is not None and g.numel()]
-    least = _SMALL * max(sizes_of, default=0.0)
-    for kind, cause in (("gradients", beside), ("buffers", outside)):
-        names = {name for each in brought for name in getattr(each.step, kind)}
-        for name in sorted(names, key=lambda name: (-name[0], name[1])):
-            for each in brought:
-                mine = getattr(each.step, kind)
-                if name not in mine:
-                    continue
-                by = _difference(
-                    mine[name],
-                    getattr(plain[each.replica], kind)[name],
-                    least if kind == "gradients" else 0.0,
-                )
-                largest = max(largest, by)
-                if not by <= tolerance:
-                    what = "the gradient of" if kind == "gradients" else "buffer"
-                    stage = stage_of.get(name[0], last)
-                    return differs(f"{what} {place(*name)}", by, again if stage in recomputes else cause)
+        if not by <= tolerance:
+            return (
+                f"{what} differs from the plain model's by {by:.1e} of its largest number, and rounding "
+                f"explains {tolerance:.0e}. {cause}"
+            )
     for each in brought:
         for name, state in each.step.streams.items():
             if len(brought) == 1 and state != plain[0].streams[name]:
@@ -336,28 +254,77 @@ def _compare(
     return largest
 
 
-def _is_same(found: float, wanted: float) -> bool:
-    return found == wanted or (math.isnan(found) and math.isnan(wanted))
+OUTSIDE = (
+    "What computes it uses something that does not come with its input: an attribute of a module or a "
+    "tensor, memory that another layer overwrites, or random numbers that are not of torch's generators"
+)
+BESIDE = (
+    "Outputs and loss are right, so a gradient comes some other way than from layer to layer: through a "
+    "tensor in an attribute, to a weight of another stage, or from a backward inside of a forward"
+)
+AGAIN = (
+    f"{BESIDE}. Or layers find something else when they are called again; then remat='never' is right, "
+    "and so is a buffer (register_buffer) in place of the attribute that they change"
+)
+
+
+def _differences(
+    pipeline: Pipeline, layers: Mapping[int, nn.Module], brought: Sequence[_Brought], plain: Sequence[_Step]
+) -> Iterator[tuple[str, float, str]]:
+    """Yields what is compared, by how much it differs and why, likely; the earliest in a step first."""
+    stage_of = {layer: stage for stage, span in enumerate(pipeline.partition) for layer in span}
+    last = len(pipeline.partition) - 1
+    recomputes = {a.stage for row in pipeline._steps.latest.actions for a in row if a.kind is Kind.R}
+    for key in sorted({key for each in brought for key in each.step.outputs}):
+        for each in brought:
+            found, wanted = each.step.outputs.get(key), plain[each.replica].outputs.get(key)
+            if found is not None and wanted is not None:
+                what = f"the output of stage {key[0]} for micro-batch {key[1]}"
+                yield what, max(_off(a, b, wanted[1]) for a, b in zip(found, wanted, strict=True)), OUTSIDE
+    for each in brought:
+        by = _off(each.step.loss, plain[0].loss, abs(plain[0].loss))
+        yield f"the loss, which is {each.step.loss:.6g}, in stage {last},", by, OUTSIDE
+    largest = [float(g.abs().max()) for g in plain[0].gradients.values() if g is not None and g.numel()]
+    small = _SMALL * max(largest, default=0.0)
+    kinds = (("gradients", "the gradient of", small, BESIDE), ("buffers", "buffer", 0.0, OUTSIDE))
+    for kind, what, least, cause in kinds:
+        names = {name for each in brought for name in getattr(each.step, kind)}
+        for layer, name in sorted(names, key=lambda name: (-name[0], name[1])):
+            where = f"{name!r} of loss_fn"
+            if layer in stage_of:
+                where = (
+                    f"{name!r} of layer {layer} ({type(layers[layer]).__name__}), in stage {stage_of[layer]},"
+                )
+            why = AGAIN if stage_of.get(layer, last) in recomputes else cause
+            for each in brought:
+                if (layer, name) in (mine := getattr(each.step, kind)):
+                    theirs = getattr(plain[each.replica], kind)[layer, name]
+                    yield f"{what} {where}", _difference(mine[layer, name], theirs, least), why
+
+
+def _off(found: float, wanted: float, size: float) -> float:
+    if found == wanted or (math.isnan(found) and math.isnan(wanted)):
+        return 0.0
+    by = abs(found - wanted) / max(size, 1e-300)
+    return math.inf if math.isnan(by) else by
 
 
 def _difference(found: Tensor | None, wanted: Tensor | None, least: float) -> float:
     """Relative to the largest number of `wanted`, or to `least`; a missing tensor is one of zeros."""
-    if found is None or wanted is None:
-        found, wanted = (found, torch.zeros_like(found)) if found is not None else (None, wanted)
-        if wanted is None:
-            return 0.0
-    found = torch.zeros_like(wanted) if found is None else found
+    if found is None and wanted is None:
+        return 0.0
+    found = torch.zeros_like(wanted) if found is None else found  # type: ignore[arg-type]
+    wanted = torch.zeros_like(found) if wanted is None else wanted
     if found.shape != wanted.shape:
-        return float("inf")
+        return math.inf
     if not wanted.numel() or torch.equal(found, wanted):
         return 0.0
-    a, b = (tensor.to_dense() if tensor.layout is not torch.strided else tensor for tensor in (found, wanted))
-    kind = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.to(kind), b.to(kind)
+    kind = torch.complex128 if found.is_complex() else torch.float64
+    a, b = ((t if t.layout is torch.strided else t.to_dense()).to(kind) for t in (found, wanted))
     same = (a == b) | (a.isnan() & b.isnan())
     size = max(float(b[b.isfinite()].abs().max()) if b.isfinite().any() else 0.0, least, 1e-300)
     by = torch.where(same, 0.0, (a - b).abs()).max()
-    return float(by) / size if by.isfinite() else float("inf")
+    return float(by) / size if by.isfinite() else math.inf
 
 
 def _tolerance(layers: Iterable[nn.Module], device: torch.device) -> float:
@@ -370,12 +337,9 @@ def _tolerance(layers: Iterable[nn.Module], device: torch.device) -> float:
 
 def _sums(tensors: Iterable[Tensor]) -> tuple[float, float]:
     """Returns the sum of all elements of the tensors, and the sum of their absolute values."""
-    total = size = 0.0
-    for tensor in tensors:
-        numbers = tensor.detach()
-        numbers = (torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers).double()
-        total, size = total + float(numbers.sum()), size + float(numbers.abs().sum())
-    return total, size
+    bare = [tensor.detach() for tensor in tensors]
+    real = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).double() for t in bare]
+    return sum(float(each.sum()) for each in real), sum(float(each.abs().sum()) for each in real)
 
 
 def _tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[Name, Tensor]]:
@@ -409,21 +373,9 @@ def _streams() -> dict[str, object]:
     return {"Python's random": random.getstate(), "numpy.random": str(np.random.get_state())}
 
 
-def _load(layers: Mapping[int, nn.Module], brought: _Brought, device: torch.device) -> None:
-    """Loads the parameters and buffers that the owner of the layers sent, onto `device`."""
-    parts = dict(_tensors(layers))
-    for name, value in brought.values.items():
-        if value is not None:
-            parts[name].data = value.to(device)
-
-
 def _moved(tree: Tree, device: torch.device) -> Tree:
-    if all(tensor.device == device for tensor in tensors_of(tree)):
-        return tree
-    return change(tree, lambda tensor: tensor.to(device), "the mini-batch")
-
-
-# Everything as it was
+    is_there = all(tensor.device == device for tensor in tensors_of(tree))
+    return tree if is_there else change(tree, lambda tensor: tensor.to(device), "the mini-batch")
 
 
 class _Before:
@@ -498,9 +450,7 @@ class _Before:
                 place.cell_contents = content
             else:
                 place.clear()
-                place.extend(content) if isinstance(place, list | collections.deque) else place.update(
-                    content
-                )
+                (place.extend if isinstance(place, list | collections.deque) else place.update)(content)
         for tensor, data, value in self._values:
             tensor.data = data
             tensor.data.copy_(value)

@@ -6,18 +6,18 @@
                                                link=link_named("pcie", "a10"), device_type="a10"))
     print(found.best.step_s, found.script())
 
-Names are imported when they are first asked for: torch is there with the first that needs it.
+Names are imported when they are first asked for, and torch with the first that needs it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpipe_bench.planner.answer import Plan, plan
-    from gpipe_bench.planner.candidate import Candidate, Prediction
-    from gpipe_bench.planner.costs import Costs
-    from gpipe_bench.planner.model import Model, model_of
-    from gpipe_bench.planner.request import Request, Space, link_named, link_within
+    from .answer import Plan, plan
+    from .candidate import Candidate, Prediction
+    from .costs import Costs
+    from .model import Model, model_of
+    from .request import Request, Space, link_named, link_within
 
 _HOMES = {
     "answer": ("Plan", "plan"),
@@ -27,18 +27,9 @@ _HOMES = {
     "request": ("Request", "Space", "link_named", "link_within"),
 }
 __all__ = [
-    "Candidate",
-    "Costs",
-    "Model",
-    "Plan",
-    "Prediction",
-    "Request",
-    "Space",
-    "link_named",
-    "link_within",
-    "model_of",
-    "plan",
-]
+    "Candidate", "Costs", "Model", "Plan", "Prediction", "Request", "Space", "link_named", "link_within",
+    "model_of", "plan",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,15 +1,14 @@
 """Accelerators by their published peaks: the paper's, and those that people train on.
 
-A peak is what the arithmetic or the memory can do at most; no program reaches both. What share of the
-arithmetic a program reaches on the paper's is unknown and stands in results/unknowns.toml, not here.
+What share of its peak arithmetic a program reaches on the paper's is unknown and stands in
+results/unknowns.toml, not here.
 
 Products of float32 tensors are those of the vector units, as torch has it unless TF32 is allowed; half
-precision is dense, with sums in float32. Data sheets that print it with sparsity have twice as much: 1979
-TFLOP/s of an H100 are 989.5 here, 4.5 PFLOP/s of a B200 2250. Bandwidths are those of the sheets, which count
-in powers of ten.
+precision is dense, with sums in float32: of data sheets that print it with sparsity half, so 1979 TFLOP/s of
+an H100 are 989.5 here. Bandwidths count in powers of ten, as in the sheets.
 
-`REACHED` is the share of its peak that a card reaches in the best of many single products of bfloat16, as
-`MEASURED_BY` reports it. A card that is not in it gets the least share of the NVIDIA cards that are.
+`REACHED` is the share of its peak that a card reaches in the best of many single products of bfloat16; a card
+that is not in it gets the least share of those that are.
 """
 
 from __future__ import annotations
@@ -74,21 +73,6 @@ TPU_V3 = replace(
     bytes_per_s=450e9,
     source=_JOUPPI.format(chip="123 TFLOP/s, 900 GB/s, two cores with two 128 x 128 matrix units each"),
 )
-P100_16 = Accelerator(
-    name="P100 for PCIe, 16 GB",
-    attention="efficient",
-    bfloat16=False,
-    flops_per_s=9.3e12,
-    half_flops_per_s=18.7e12,
-    bytes_per_s=732e9,
-    source="NVIDIA's Tesla P100 data sheet: 9.3 TFLOP/s in float32, 18.7 in float16, 732 GB/s",
-)
-P100_12 = replace(
-    P100_16,
-    name="P100 for PCIe, 12 GB",
-    bytes_per_s=549e9,
-    source="NVIDIA's Tesla P100 data sheet: 9.3 TFLOP/s in float32, 18.7 in float16, 549 GB/s",
-)
 P40 = Accelerator(
     name="P40",
     flops_per_s=12e12,
@@ -98,10 +82,8 @@ P40 = Accelerator(
 )
 
 UPDATE_BYTES = {"rmsprop": 28, "momentum": 20, "sgd": 12, "adam": 28}
-"""Bytes that an optimizer moves for each float32 parameter where one kernel reads the value, the gradient and
-its own state once and writes value and state once, as TensorFlow's `training_ops` and torch's `fused=True`
-do. Kernels that take one operation after the other, such as torch's default, move two to three times as
-much."""
+"""Bytes that an optimizer moves for each float32 parameter where one kernel does all, as TensorFlow's
+`training_ops` and torch's `fused=True`; torch's default moves two to three times as much."""
 
 TPUS = {each.name: each for each in (TPU_V2, TPU_V3)}
 
@@ -109,17 +91,16 @@ MEASURED_BY = "stas00/ml-engineering, compute/accelerator, maximum achievable ma
 REACHED = {"A100": 0.869, "H100": 0.803, "H200": 0.803, "B200": 0.776}
 """Shares measured by MEASURED_BY: 271.2 of 312, 794.5 of 989 (H200 the same), 1745 of 2250 TFLOP/s."""
 
-
-LEAST = min(REACHED.values())
 IN_TRAINING = {"H100": 0.781, "H200": 0.781}
 """Share of `REACHED` that training reaches, relative to an A100. Fitted so that predictions of MosaicML's
 MPT-7B and 13B (2048 tokens, eight cards, nothing recomputed; llm-foundry, scripts/train/benchmarking,
 revision 061f2c7) have the same error on both cards; the steps of torchtitan test it."""
 
 
-def _nvidia(
+def _gpu(
     name: str, sheet: str, float32: float, half: float, terabytes: float, *, since_ampere: bool = True
 ) -> Accelerator:
+    """A card by its TFLOP/s in float32 and in 16 bits, and its memory's TB/s."""
     chip = name.split()[0]
     return Accelerator(
         name=name,
@@ -128,7 +109,7 @@ def _nvidia(
         bytes_per_s=terabytes * 1e12,
         attention="flash" if since_ampere else "efficient",
         bfloat16=since_ampere,
-        reached=REACHED.get(chip, LEAST) * IN_TRAINING.get(chip, 1.0),
+        reached=REACHED.get(chip, min(REACHED.values())) * IN_TRAINING.get(chip, 1.0),
         source=f"{float32:g} TFLOP/s in float32, {half:g} in 16 bits, dense, {terabytes:g} TB/s: {sheet}; "
         + (f"share by {MEASURED_BY}" if chip in REACHED else f"share not known, the least of {MEASURED_BY}"),
     )
@@ -149,34 +130,36 @@ _H100_500W = (
     "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: between an H100 SXM and an NVL, whose data "
     "sheets have 989.5 and 835 TFLOP/s; the middle of the two"
 )
-_MI300X = (
-    "AMD's Instinct MI300X data sheet: 163.4 TFLOP/s in float32, 1307.4 in 16 bits, dense, 5.3 TB/s; share "
-    "not known, taken to be the least of NVIDIA's cards"
-)
 _BLACKWELL = "NVIDIA's data sheet of GB200 NVL72 and HGX B200, one GPU of HGX B200"
+
+P100_16 = _gpu("P100 for PCIe, 16 GB", "NVIDIA's Tesla P100 data sheet", 9.3, 18.7, 0.732, since_ampere=False)
+P100_12 = replace(
+    P100_16,
+    name="P100 for PCIe, 12 GB",
+    bytes_per_s=549e9,
+    source=P100_16.source.replace("0.732", "0.549"),
+)
 
 ACCELERATORS: dict[str, Accelerator] = {
     "p100-12": P100_12,
     "p100": P100_16,
-    "v100": _nvidia("V100 SXM2", _V100, 15.7, 125, 0.9, since_ampere=False),
-    "a10": _nvidia("A10", _A10, 31.2, 125, 0.6),
-    "a100-40": _nvidia("A100 SXM4, 40 GB", _A100_40, 19.5, 312, 1.555),
-    "a100": _nvidia("A100 SXM4, 80 GB", _A100, 19.5, 312, 2.039),
-    "l40s": _nvidia("L40S", f"{_PAGES}/en-us/data-center/l40s/", 91.6, 362.05, 0.864),
-    "rtx3090": _nvidia("GeForce RTX 3090", _GA102, 35.6, 71, 0.936),
-    "rtx4090": _nvidia("GeForce RTX 4090", _ADA, 82.6, 165.2, 1.008),
-    "h100": _nvidia("H100 SXM5", f"{_PAGES}/en-us/data-center/h100/", 67, 989.5, 3.35),
-    "h100-500w": _nvidia("H100 SXM5, HBM2e, 500 W", _H100_500W, 67, 912, 2.4),
-    "h200": _nvidia("H200 SXM", f"{_PAGES}/en-us/data-center/h200/", 67, 989.5, 4.8),
-    "gb200": _nvidia("GB200, one GPU", _BLACKWELL, 80, 2500, 8),
-    "t4": _nvidia("T4", f"{_PAGES}/en-us/data-center/tesla-t4/", 8.1, 65, 0.32, since_ampere=False),
-    "l4": _nvidia("L4", f"{_PAGES}/en-us/data-center/l4/", 30.3, 121, 0.3),
-    "a6000": _nvidia("RTX A6000", f"{_PAGES}/en-us/design-visualization/rtx-a6000/", 38.7, 154.8, 0.768),
-    "mi300x": replace(
-        _nvidia("MI300X", "AMD Instinct MI300X data sheet", 163.4, 1307.4, 5.3), source=_MI300X
-    ),
+    "v100": _gpu("V100 SXM2", _V100, 15.7, 125, 0.9, since_ampere=False),
+    "a10": _gpu("A10", _A10, 31.2, 125, 0.6),
+    "a100-40": _gpu("A100 SXM4, 40 GB", _A100_40, 19.5, 312, 1.555),
+    "a100": _gpu("A100 SXM4, 80 GB", _A100, 19.5, 312, 2.039),
+    "l40s": _gpu("L40S", f"{_PAGES}/en-us/data-center/l40s/", 91.6, 362.05, 0.864),
+    "rtx3090": _gpu("GeForce RTX 3090", _GA102, 35.6, 71, 0.936),
+    "rtx4090": _gpu("GeForce RTX 4090", _ADA, 82.6, 165.2, 1.008),
+    "h100": _gpu("H100 SXM5", f"{_PAGES}/en-us/data-center/h100/", 67, 989.5, 3.35),
+    "h100-500w": _gpu("H100 SXM5, HBM2e, 500 W", _H100_500W, 67, 912, 2.4),
+    "h200": _gpu("H200 SXM", f"{_PAGES}/en-us/data-center/h200/", 67, 989.5, 4.8),
+    "gb200": _gpu("GB200, one GPU", _BLACKWELL, 80, 2500, 8),
+    "t4": _gpu("T4", f"{_PAGES}/en-us/data-center/tesla-t4/", 8.1, 65, 0.32, since_ampere=False),
+    "l4": _gpu("L4", f"{_PAGES}/en-us/data-center/l4/", 30.3, 121, 0.3),
+    "a6000": _gpu("RTX A6000", f"{_PAGES}/en-us/design-visualization/rtx-a6000/", 38.7, 154.8, 0.768),
+    "mi300x": _gpu("MI300X", "AMD's Instinct MI300X data sheet", 163.4, 1307.4, 5.3),
     "tpuv3": TPU_V3,
-    "b200": _nvidia("B200 SXM", _BLACKWELL, 75, 2250, 7.7),
+    "b200": _gpu("B200 SXM", _BLACKWELL, 75, 2250, 7.7),
 }
 """Accelerators by the name that `--device-type` takes."""
 

@@ -4,9 +4,8 @@
     found.best.step_s, found.best.candidate, found.script()
 
 The layers are timed once, or laid under a roofline; then everything is searched, and the few that are left
-are laid out by the replay with their ranges and parts. `costs` may be given instead, such as those of a file.
-
-The best one is also a script that trains with it, and settings for other engines (`formats`).
+are laid out by the replay with their ranges and parts. The best one is also a script that trains with it, and
+settings for other engines (`formats`).
 """
 
 from __future__ import annotations
@@ -14,22 +13,26 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
+from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.planner.accelerators import accelerator
 from gpipe_bench.planner.candidate import Prediction, Way
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.formats import FORMATS, NAME, Written, as_run, command, written
-from gpipe_bench.planner.measured import ROUNDS, as_measured
+from gpipe_bench.planner.measured import ROUNDS, timed
 from gpipe_bench.planner.memory import Room, Rooms
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of, splits_some, ways
+from gpipe_bench.planner.request import MEASURED, Request, Space, check, splits_some, ways
+from gpipe_bench.planner.roofline import by_roofline
 from gpipe_bench.planner.search import KEPT, Found, Search
-from gpipe_bench.planner.steps import filled, spans
+from gpipe_bench.planner.steps import filled, moved
 
 SHOWN = 5
 """Number of ways that are printed."""
@@ -65,8 +68,8 @@ class Plan:
         return self.written().text
 
     def as_run(self, form: str = "script") -> Prediction:
-        """Returns the best plan as a format of `formats.FORMATS` runs it, predicted again where that differs.
-        Raises ValueError, with what to ask instead, if the format can't run the plan or lacks memory for it.
+        """The best plan as a format runs it, predicted again where that differs; ValueError, with what to ask
+        instead, if the format can't run the plan or lacks memory for it.
         """
         candidate, request = as_run(form, self.model, self.best.candidate, self.request)
         halves = [each.gathers_half(candidate.grid.fsdp) for each in (request, self.request)]
@@ -82,18 +85,16 @@ class Plan:
         return found
 
     def written(self, form: str = "script", name: str = NAME) -> Written:
-        """Writes the best plan in a format of `formats.FORMATS`, for a file `name`. Errors as in `as_run`."""
+        """The best plan in a format of `formats.FORMATS`, for a file `name`. Errors as in `as_run`."""
         return written(form, self.model, self.best.candidate, self.request, name)
 
     def forms(self) -> tuple[str, ...]:
         """The formats that can express the best plan."""
         found = []
         for form in FORMATS:
-            try:
+            with suppress(ValueError):
                 self.written(form)
-            except ValueError:
-                continue
-            found.append(form)
+                found.append(form)
         return tuple(found)
 
     def command(self, name: str = NAME) -> str:
@@ -116,9 +117,7 @@ class Plan:
             "between": request.between.name if request.between else None,
             "tried": self.tried,
             "skipped": self.skipped,
-            "plans": [
-                each.describe() | {"slower": each.step_s / self.best.step_s - 1} for each in self.predictions
-            ],
+            "plans": [e.describe() | {"slower": e.step_s / self.best.step_s - 1} for e in self.predictions],
             "command": self.command(),
             "cards": request.cards_per_host,
         }
@@ -135,7 +134,8 @@ def plan(
     shown_rounds: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Plan:
-    """The best ways to train `model` as `request` says.
+    """The best ways to train `model` as `request` says. ValueError where nothing fits or is to be tried, with
+    the smallest peak, where it is and what would help, or what cannot be divided; for an unknown accelerator.
 
     Args:
         model: as `model.model_of` builds it, for the request's mini-batch.
@@ -145,10 +145,6 @@ def plan(
         shown: ways to predict, of which the first is the plan.
         rounds, shown_rounds: of steps in which layers are timed, where they are; whether each is announced.
         progress: told how far it is.
-
-    Raises:
-        ValueError: nothing fits, or nothing is to be tried; the message says the smallest peak, where it is
-            and what would help, or what cannot be divided. An unknown accelerator.
     """
     model, given = as_on(model, request), space or Space()
     space = on_engine(model, request, given)
@@ -157,31 +153,24 @@ def plan(
         model.check_divisible(ranks)
     # Before layers are timed for minutes. Otherwise the search says whether there is a cut that fits.
     if costs is None and request.device_type == MEASURED:
-        known = smallest(model, request, space, request.usable_bytes)
-        if known is not None and known.peak > request.usable_bytes:
-            raise ValueError(_too_large(model, request, given))
+        _least_that_fits(model, request, space, given)
     if costs is None:
-        sizes = sizes_of(request, space, len(model.layers))
+        sizes = sorted({way.microbatch_size for way in ways(request, space, len(model.layers))})
         progress("layers", 0, len(sizes))
         few = sizes[: bisect(sizes, False, key=lambda size: not _may_fit(model, request, space, size))]
         if not few:
-            raise ValueError(_too_large(model, request, given))
+            raise _too_large(model, request, given)
         if request.device_type == MEASURED:
-            from gpipe_bench.planner.measured import timed
-
             costs = timed(model, request, few, rounds, sharded=space.sharded, shown=shown_rounds)
         else:
-            from gpipe_bench.planner.roofline import by_roofline
-
             costs = by_roofline(model, request, few)
-    search = Search(costs, as_measured(request, costs), space, model.ties_over, partial(progress, "ways"))
+    if costs.link is not None and request.link == LINKS["loopback"]:  # which was timed, too
+        request = replace(request, link=costs.link)
+    search = Search(costs, request, space, model.ties_over, partial(progress, "ways"))
     found = search.run(max(KEPT, shown))
     if not found:  # the search looks at good cuts alone
-        least = smallest(model, request, space, request.usable_bytes)
-        if least is None or least.peak > request.usable_bytes:
-            raise ValueError(_too_large(model, request, given))
-        step_s = search.step_s(least.candidate)
-        found = (replace(least, step_s=step_s),)
+        least = _least_that_fits(model, request, space, given)
+        found = (replace(least, step_s=search.step_s(least.candidate)),)
     best = sorted((predicted(each, search) for each in found), key=lambda each: (each.step_s, each.peak))
     return Plan(model, search.request, tuple(best[:shown]), search.tried, search.skipped, costs)
 
@@ -218,9 +207,8 @@ def _held(found: Found, request: Request) -> str:
         "what an action needs": worst.transients + worst.buffers,
     }
     words = ", ".join(f"{what} {size / 2**30:.2f}" for what, size in parts.items())
-    if request.precision == "float32":
-        return f"{words} GiB"
-    return f"{words} GiB; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
+    copies = f"; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
+    return f"{words} GiB{copies * (request.precision != 'float32')}"
 
 
 def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
@@ -230,20 +218,27 @@ def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
     profile = model.profile_of(
         size, request.precision, tp=ranks, sharded=sharded, split_backward=splits_some(request, space)
     )
-    return all(
-        layer.inputs.num_bytes + layer.free.forward_peak <= request.usable_bytes for layer in profile.layers
-    )
+    needed = (layer.inputs.num_bytes + layer.free.forward_peak for layer in profile.layers)
+    return max(needed) <= request.usable_bytes
 
 
-def _too_large(model: Model, request: Request, space: Space) -> str:
+def _least_that_fits(model: Model, request: Request, space: Space, given: Space) -> Found:
+    """A way that fits, without a cost; ValueError, saying what would help in the `given` space, for none."""
+    least = smallest(model, request, space, request.usable_bytes)
+    if least is None or least.peak > request.usable_bytes:
+        raise _too_large(model, request, given)
+    return least
+
+
+def _too_large(model: Model, request: Request, space: Space) -> ValueError:
+    """The error where nothing fits."""
     least = smallest(model, request, space)
     assert least is not None  # `check` has found ways
-    return nothing_fits(model, request, space, least)
+    return ValueError(nothing_fits(model, request, space, least))
 
 
-# The smallest peak there is, where it is, and what would help where that is still too much. For each grid the
-# cut whose fullest worker is smallest is looked for, at the smallest micro-batches, and the same for other
-# requests. No layer has to be timed for that. `plan --bytes` needs the same cut.
+# The smallest peak there is, and what would help where that is still too much: for each grid, the cut whose
+# fullest worker is smallest, at the smallest micro-batches. No layer has to be timed. So does `plan --bytes`.
 
 GIB = 2**30
 MOST_LAYERS = 256
@@ -253,9 +248,7 @@ LOOKED_AT = 6
 
 
 def on_engine(model: Model, request: Request, space: Space) -> Space:
-    """Returns the space without what cannot be run: by this engine, if it is to run the plan, else by any.
-    `ValueError` for tensor parallelism that the engine does not have.
-    """
+    """The space without what cannot run, by this engine where it is to; ValueError for such a tp."""
     space = replace(space, least_examples=model.least_examples)
     if not _is_here(request):
         return replace(space, sharded_stages=space.sharded_stages and not model.ties)
@@ -275,9 +268,7 @@ def _is_here(request: Request) -> bool:
 
 def smallest(model: Model, request: Request, space: Space, enough: int = 0) -> Found | None:
     """The smallest peak of all ways, each with its smallest micro-batches, or the first of at most `enough`
-    bytes; None where there is no way.
-
-    Bytes are those that `plan` counts. Each way is cut evenly, the LOOKED_AT with the smallest peaks then
+    bytes; None where there is no way. Each way is cut evenly, the LOOKED_AT with the smallest peaks then
     better. Each worker recomputes what needs least of what the space allows.
     """
     space = on_engine(model, request, space)
@@ -305,17 +296,12 @@ def smallest(model: Model, request: Request, space: Space, enough: int = 0) -> F
 
 
 class _Cuts:
-    """The cuts of one way by their peaks: an even one, and better ones. Messages are counted of the last one
-    alone, which takes longer than all the rest.
-    """
+    """The cuts of one way by their peaks: an even one, then better ones; messages are counted of the last."""
 
     def __init__(self, room: Room, way: Way, remats: tuple[str, ...]) -> None:
         self.room, self.way, self.remats = room, way, remats
         self.homes = tuple(room.schedule.stages_of(worker) for worker in range(way.grid.pp))
-        held = [
-            4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes
-            for layer in room.layers
-        ]
+        held = [4 * e.parameter_bytes + e.first.kept_inside + e.outputs.num_bytes for e in room.layers]
         self.cut = partition(held, room.schedule.num_stages)
 
     def least(self, worker: int, stages: tuple[range, ...]) -> tuple[int, str]:
@@ -332,61 +318,46 @@ class _Cuts:
 
     def found(self) -> Found:
         """The cut, with its messages."""
-        remat = ["never"] * len(self.cut)
+        again: dict[int, str] = {}
         for worker, mine in enumerate(self.homes):
-            _, again = self.least(worker, tuple(self.cut[stage] for stage in mine))
-            for stage in mine:
-                remat[stage] = again
-        memory = self.room.counted(self.cut, remat)
-        return Found(self.way.candidate(self.cut, tuple(remat)), memory)
+            again |= dict.fromkeys(mine, self.least(worker, tuple(self.cut[stage] for stage in mine))[1])
+        remat = tuple(again[stage] for stage in range(len(self.cut)))
+        return Found(self.way.candidate(self.cut, remat), self.room.counted(self.cut, remat))
 
     def improve(self) -> None:
-        """The cut whose fullest worker is smallest; where a worker has several stages, layers are moved over
-        one boundary at a time while the fullest worker gets less full.
-        """
+        """Makes the fullest worker less full; several stages of a worker exchange a layer at a time."""
         layers = len(self.room.layers)
         if len(self.cut) == layers or layers > MOST_LAYERS:
             return
         if self.room.schedule.placement:
-            while (moved := self._moved()) is not None:
-                self.cut = moved
+            while (better := self._moved()) is not None:
+                self.cut = better
             return
-        cut = filled(
-            lambda stage, start, stop: self.least(stage, (range(start, stop),))[0],
-            layers,
-            len(self.cut),
-            1e-9,
-        )
+
+        def peak(stage: int, start: int, stop: int) -> int:
+            return self.least(stage, (range(start, stop),))[0]
+
+        cut = filled(peak, layers, len(self.cut), 1e-9)
         self.cut = min(self.cut, cut or self.cut, key=lambda each: max(self.peaks(each)))
 
     def _moved(self) -> Partition | None:
         peaks = self.peaks(self.cut)
-        worst, most = peaks.index(max(peaks)), max(peaks)
-        others = []
-        for boundary, by in [move for stage in self.homes[worst] for move in ((stage, 1), (stage + 1, -1))]:
-            ends = [stage.start for stage in self.cut] + [len(self.room.layers)]
-            if 0 < boundary < len(self.cut) and ends[boundary - 1] < ends[boundary] + by < ends[boundary + 1]:
-                ends[boundary] += by
-                others.append(spans(ends))
+        worst = self.homes[peaks.index(max(peaks))]
+        moves = [move for stage in worst for move in ((stage, 1), (stage + 1, -1))]
+        others = filter(None, (moved(self.cut, *move) for move in moves if 0 < move[0] < len(self.cut)))
         best = min(others, key=lambda each: max(self.peaks(each)), default=self.cut)
-        return best if max(self.peaks(best)) < most else None
+        return best if max(self.peaks(best)) < max(peaks) else None
 
 
 def nothing_fits(model: Model, request: Request, space: Space, least: Found, *, as_one: bool = False) -> str:
-    """One line: the smallest peak, where it is, and what would do. With `as_one` all accelerators are one
-    pipeline, and stay one where there are more of them.
-    """
-    needed = least.peak + request.held_back_bytes
-    helps = [
-        *_remedies(model, request, space, as_one),
-        f"--memory-gib {math.ceil(needed / GIB * 100) / 100:g}",
-    ]
-    there = f"{request.memory_bytes / GIB:g} GiB"
-    if request.held_back_bytes:
-        there += f", {request.held_back_bytes / GIB:g} of them held back (--reserve-gib)"
+    """One line: the smallest peak, where it is, and what would do; `as_one` keeps one pipeline over all."""
+    needed = math.ceil((least.peak + request.held_back_bytes) / GIB * 100) / 100
+    helps = [*_remedies(model, request, space, as_one), f"--memory-gib {needed:g}"]
+    held = f", {request.held_back_bytes / GIB:g} of them held back (--reserve-gib)"
     return (
         f"{model.name} does not fit: the smallest peak is {least.peak / GIB:.2f} GiB, {least.where()}; there "
-        f"are {there}. What would do: " + ", or ".join(helps)
+        f"are {request.memory_bytes / GIB:g} GiB{held * bool(request.held_back_bytes)}. What would do: "
+        + ", or ".join(helps)
     )
 
 
@@ -411,17 +382,14 @@ def _remedies(model: Model, request: Request, space: Space, as_one: bool) -> Ite
         within = replace(space, **change)
         if within != space and fits(within):
             yield f"no {option}"
-    divides = not (_is_here(request) and model.by_megatron)
-    for ranks in (2, 4, 8) if space.tp == every.tp and divides and not as_one else ():
-        if model.is_divisible(ranks) and fits(replace(space, tp=(ranks,))):
-            yield f"--tp {ranks}"
-            break
+    divides = space.tp == every.tp and not as_one and not (_is_here(request) and model.by_megatron)
+    wider = (n for n in (2, 4, 8) if divides and model.is_divisible(n) and fits(replace(space, tp=(n,))))
+    yield from (f"--tp {ranks}" for ranks in islice(wider, 1))
     if as_one and "always" not in space.remats and fits(replace(space, remats=("always",))):
         yield "--remat always"
-    for more in (2 * request.accelerators, 4 * request.accelerators, 8 * request.accelerators):
-        if fits(replace(space, pp=(more,)) if as_one else space, accelerators=more):
-            yield f"--accelerators {more}"
-            break
+    larger = (times * request.accelerators for times in (2, 4, 8))
+    enough = (n for n in larger if fits(replace(space, pp=(n,)) if as_one else space, accelerators=n))
+    yield from (f"--accelerators {number}" for number in islice(enough, 1))
     if request.precision == "float32" and fits(precision="bfloat16"):
         yield "--precision bfloat16"
     if request.optimizer != "sgd" and fits(optimizer="sgd"):

@@ -1,16 +1,14 @@
 """One way to train: the grid of accelerators, the pipeline's stages and schedule, what is recomputed; and
 what a step of it takes.
 
-A `Way` is all of it but the cut. A `Candidate` has that, too: everything that is needed to run it, and
-nothing that follows from it. What follows is its `Prediction`.
-
-    dp 2 x fsdp 1 x tp 1 x 4 workers, 2 stages each, M = 8, interleaved      8 accelerators, 8 stages
+A `Way` is all of it but the cut. A `Candidate` has that, too: all that is needed to run it. What follows from
+it is its `Prediction`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
 from math import isfinite
@@ -20,8 +18,8 @@ from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Remat, Schedule
 
-FSDP_LEVELS = (0, 2, 3)
-"""ZeRO levels of `fsdp`: 0 shards nothing, 2 gradients and optimizer state, 3 parameters too."""
+LEVELS = (2, 3)
+"""ZeRO levels of `fsdp`: 2 shards gradients and optimizer state, 3 parameters too; 0 stands for none."""
 WRAPPED = ("selective", "blocks")
 """Recomputation by torch's checkpoint around every block: all but the products, or everything."""
 REMATS = ("never", "selective", "except_last", "always", "blocks")
@@ -37,11 +35,8 @@ class Grid:
         pp: workers of the pipeline
         dp: replicas that hold everything
         fsdp: replicas that share out what `fsdp_level` says; they count as replicas too
-        fsdp_level: one of FSDP_LEVELS, 0 exactly where `fsdp` is 1
+        fsdp_level: one of LEVELS, or 0 exactly where `fsdp` is 1
         tp: accelerators that compute one stage together
-
-    Raises:
-        ValueError: a level that does not go with `fsdp`.
     """
 
     pp: int
@@ -51,10 +46,9 @@ class Grid:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        if self.fsdp_level not in FSDP_LEVELS or (self.fsdp == 1) != (self.fsdp_level == 0):
+        if self.fsdp_level not in (0, *LEVELS) or (self.fsdp == 1) != (self.fsdp_level == 0):
             raise ValueError(
-                f"fsdp {self.fsdp} with fsdp_level {self.fsdp_level}; give level 0 for one rank, 2 or 3 for "
-                "more"
+                f"fsdp {self.fsdp} with fsdp_level {self.fsdp_level}; give level 0 for one rank, else 2 or 3"
             )
 
     @property
@@ -112,21 +106,16 @@ class Way:
 
     def candidate(self, cut: Partition, remat: tuple[str, ...]) -> Candidate:
         """Completes the way with a cut and its recomputation."""
-        return Candidate(
-            **{each.name: getattr(self, each.name) for each in fields(Way)}, cut=cut, remat=remat
-        )
+        return Candidate(**{name: getattr(self, name) for name in Way.__slots__}, cut=cut, remat=remat)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate(Way):
-    """A way to train with its cut.
+    """A way to train with its cut; ValueError for a cut that is none or has another number of stages.
 
     Args:
         cut: the layers of each stage, all of them in their order
         remat: one of REMATS for each stage
-
-    Raises:
-        ValueError: a cut that is none or has another number of stages.
     """
 
     cut: Partition
@@ -135,8 +124,7 @@ class Candidate(Way):
     def __post_init__(self) -> None:
         if len(self.cut) != self.num_stages or len(self.remat) != self.num_stages:
             raise ValueError(
-                f"{self.grid.pp} workers with {self.stages_per_worker} stages each need as many "
-                f"stages: the cut has {len(self.cut)}, remat {len(self.remat)}"
+                f"{self.num_stages} stages need as many: the cut has {len(self.cut)}, remat {len(self.remat)}"
             )
         ends = [0, *(stage.stop for stage in self.cut)]
         if any(a >= b for a, b in pairwise(ends)) or [stage.start for stage in self.cut] != ends[:-1]:
@@ -158,7 +146,7 @@ class Candidate(Way):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A step of a candidate, predicted.
+    """A step of a candidate, predicted; ValueError for seconds that are no range, or not one peak per worker.
 
     Args:
         candidate: what is run
@@ -168,9 +156,6 @@ class Prediction:
         peak_when: the action of that peak, such as "2B0", or "optimizer"
         parts_s: where the step's time goes, in seconds of the step by reason; they add up to `step_s`
         provenance: by "layers", "links", "memory" and others: how it was found, and on what
-
-    Raises:
-        ValueError: seconds that are no range, or not one peak for each worker.
     """
 
     candidate: Candidate
@@ -185,14 +170,11 @@ class Prediction:
 
     def __post_init__(self) -> None:
         if not (0 < self.low_s <= self.step_s <= self.high_s and isfinite(self.high_s)):
-            raise ValueError(
-                f"a step of {self.step_s} s, from {self.low_s} to {self.high_s}: give low <= step <= high, "
-                "all finite and above 0"
-            )
+            raise ValueError(f"a step of {self.step_s} s, from {self.low_s} to {self.high_s}, is no range")
         if not len(self.peak_bytes) == len(self.peak_when) == self.candidate.grid.pp:
+            numbers = f"{len(self.peak_bytes)} peaks at {len(self.peak_when)} actions"
             raise ValueError(
-                f"{len(self.peak_bytes)} peaks at {len(self.peak_when)} actions for "
-                f"{self.candidate.grid.pp} workers; give one of each for every worker"
+                f"{numbers} for {self.candidate.grid.pp} workers; give one of each for every worker"
             )
 
     @property

@@ -1,34 +1,17 @@
 """Costs of a grid's collectives: when each can begin beside a step's actions, and how long it takes.
 
-Three kinds of a grid's dimensions cost three kinds of time:
+    data parallel    a stage's gradients leave in buckets inside its last backward, in a fixed order, and the
+                     end of the step waits for them; if the link keeps up, the last bucket alone is seen
+    sharded          parameters are fetched from the beginning of the step on (ZeRO-2), or waited for in every
+                     pass (ZeRO-3); gradients leave as above, scattered
+    tensor parallel  sums inside every action, which nothing hides
 
-    data parallel   a stage's gradients leave in buckets inside its last backward, in a fixed order, and the
-                    end of the step waits for them; if the link keeps up, the last bucket alone is seen
-    sharded         parameters are fetched from the beginning of the step on (ZeRO-2), or waited for in every
-                    pass (ZeRO-3); gradients leave as above, scattered
-    tensor parallel sums inside every action, which nothing hides
-
-        worker 1   .........[1F0] ... [1B0      ]     the last backward, from its last layer to its first
-        its link   [g0][g1]           .[b0][b1] [b2]  a bucket leaves when its gradients are there
-                                                ^^^^  the end of the step waits
-
-Gathers and buckets are what stands beside the actions (`replay(..., gathers=..., reductions=...)`), seconds
-of an action what makes it longer (`replay(..., collective_s=...)`).
-
-NCCL and gloo do each collective over a ring where the tensors are large: all ranks send to their next one at
-the same time, a piece of 1/n at a time, so that a hop lasts `latency + bytes / n / bandwidth`.
-
-    collective       hops         sent by each rank      here
-    all-gather       n - 1        (n - 1) / n x bytes    bytes of the whole tensor, gathered
-    reduce-scatter   n - 1        (n - 1) / n x bytes    bytes of the whole tensor, before it is scattered
-    all-reduce       2 (n - 1)    2 (n - 1) / n x bytes  a reduce-scatter, then an all-gather
-
-Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009 (the ring, and
-that nobody can send less); NVIDIA, nccl-tests, PERFORMANCE.md (the same factors as "bus bandwidth").
-
-What it leaves out: trees, which NCCL prefers for small tensors on many hosts, sums inside a switch, the sum's
-own arithmetic, and whatever else uses the link at the same time. One rank alone sends nothing and waits for
-nobody. Fractions give exact results.
+NCCL and gloo send large tensors over a ring: each of n ranks sends 1/n at a time to its next one, so that a
+hop lasts `latency + bytes / n / bandwidth`, `bytes` those of the whole tensor. An all-gather or a
+reduce-scatter takes n - 1 hops, an all-reduce is both. (Patarasuk and Yuan, Bandwidth optimal all-reduce
+algorithms for clusters of workstations, 2009; NVIDIA, nccl-tests, PERFORMANCE.md.) Left out are trees, which
+NCCL prefers for small tensors on many hosts, sums inside a switch, the sum's own arithmetic, and other use of
+the link. Fractions give exact results.
 """
 
 from __future__ import annotations
@@ -39,8 +22,8 @@ from itertools import accumulate
 
 from gpipe_bench.pipeline.plan.links import Bucket, Gather, Link, bucket_bytes_of
 from gpipe_bench.planner.candidate import WRAPPED, Grid
-from gpipe_bench.planner.costs import Costs, ShardCosts, inside
-from gpipe_bench.planner.request import Topology
+from gpipe_bench.planner.costs import Costs, inside
+from gpipe_bench.planner.request import Request, Topology
 
 
 def all_reduce_s(num_bytes: float, ranks: int, link: Link) -> float:
@@ -50,10 +33,8 @@ def all_reduce_s(num_bytes: float, ranks: int, link: Link) -> float:
 
 def all_gather_s(num_bytes: float, ranks: int, link: Link) -> float:
     """Seconds until every one of `ranks`, each with its share, has the whole tensor of `num_bytes`; or until
-    each has its share of the sum of such tensors (reduce-scatter).
-
-    That is once round the ring less one hop. A ring of two goes there and back between the same two ranks, so
-    a link whose directions share it carries two pieces at a time.
+    each has its share of the sum of such tensors (reduce-scatter). A ring of two goes there and back between
+    the same two ranks, so a link whose directions share it carries two pieces at a time.
     """
     at_once = 2 if ranks == 2 and link.shares_directions else 1
     return (ranks - 1) * (link.latency_s + at_once * link.occupied_s(num_bytes) / ranks)
@@ -75,10 +56,8 @@ def pass_s(
         compute_s: of each layer.
         shards: ranks that hold a part of each.
         link: between neighbours among them.
-        ahead: a layer's parameters are gathered while the one before computes, as on a GPU; otherwise every
-            layer waits for its own, as on a CPU.
-        scattered: the pass goes back, and each layer's gradients are scattered: while the next one computes,
-            or waiting for it, likewise.
+        ahead: parameters are gathered while the layer before computes, as on a GPU, and not waited for.
+        scattered: the pass goes back, and each layer's gradients are scattered in the same way.
     """
     gathers = [all_gather_s(size, shards, link) if size else 0 for size in parameter_bytes]
     scatters = gathers if scattered else [0] * len(gathers)  # by the ring they take the same time
@@ -101,38 +80,33 @@ class Collectives:
     """Costs that the collectives of a grid add to stages of any layers, for the search and for the replay.
 
     Args:
-        grid, near: the sizes of its dimensions, and the links of its rings
-        costs: of the layers as one accelerator has them (`divided`)
+        grid, request: the machines, what they do, and the links between them
+        costs: of the layers as one accelerator has them (`Costs.on`)
         microbatch_size: of the actions
         split: whether the schedule has I and W in the place of B
-        ahead: whether parameters are fetched while the layer before computes, as on an accelerator
-        shards: what parameters in parts were timed to add, in the place of fsdp's collectives
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        near: Topology,
-        costs: Costs,
-        microbatch_size: int,
-        *,
-        split: bool,
-        ahead: bool,
-        shards: ShardCosts | None = None,
+        self, grid: Grid, request: Request, costs: Costs, microbatch_size: int, *, split: bool
     ) -> None:
-        self.grid, self.near, self.shards, self._split, self._ahead = grid, near, shards, split, ahead
+        self.grid, self._split = grid, split
+        self._ahead = request.accelerated  # a CPU gathers and computes in turn
+        self.near = Topology(request, grid, costs.sum_link if request.link == costs.link else None)
+        # What parameters in parts were timed to add, in the place of fsdp's collectives.
+        self.shards = costs.shards(microbatch_size, grid.fsdp, grid.fsdp_level, request.link)
         no: list[tuple[float, ...]] = [()] * costs.num_layers
-        share = near.request.gathered_share if grid.fsdp > 1 else 1.0  # and so are their gradients
+        share = request.gathered_share if grid.fsdp > 1 else 1.0  # and so are their gradients
         self._gradients = [[share * size for size in layer] for layer in costs.parameter_bytes or no]
-        self.layer_bytes = list(map(sum, self._gradients))
-        self._layers_s = costs.at(microbatch_size).layers_s
-        rounds = list(map(self._rounds_s, costs.at(microbatch_size).rounds_bytes)) if grid.tp > 1 else []
-        self._rounds_sums = [list(accumulate(each, initial=0.0)) for each in zip(*rounds, strict=True)]
+        self.layer_bytes, at = list(map(sum, self._gradients)), costs.at(microbatch_size)
+        self._layers_s = at.layers_s
+        # Without word of rings, two sums of the activations of every layer.
+        rings = at.ring_bytes or [([size] * 4,) * 2 for size in (*at.activation_bytes, 0.0)]
+        seconds = [[self._rounds_s(sizes) for sizes in layer] for layer in rings] if grid.tp > 1 else []
+        self._rounds_sums = [list(accumulate(each, initial=0.0)) for each in zip(*seconds, strict=True)]
 
     def buckets(self, span: range) -> tuple[Bucket, ...]:
-        """Returns the buckets summed over replicas, in the order in which they leave. Whole gradients leave
-        when a bucket is full, those of shards layer by layer: scattered, then summed over replicas. ZeRO-3
-        scatters in the passes and leaves only copies.
+        """Returns the buckets summed over replicas, in the order in which they leave: whole gradients when a
+        bucket is full, those of ZeRO-2's shards layer by layer; ZeRO-3 scatters in the passes.
         """
         grid, near, found = self.grid, self.near, list[Bucket]()
         if grid.replicas == 1:
@@ -156,27 +130,21 @@ class Collectives:
                         held = 0.0
             if held:
                 found.append(Bucket(1, all_reduce_s(held, grid.dp, near.ring("dp"))))
-        # Sums that take the cores that compute make the last backward longer by as much as they would take
-        # behind it.
+        # Sums on the cores that compute make the last backward as much longer as they would take behind it.
         return tuple(replace(each, ready=1.0) for each in found) if near.sums else tuple(found)
 
     def _drained(self, span: range) -> list[tuple[Sequence[float], float]]:
-        """The gradients of a stage's layers as the last backward takes them, each with the share after which
-        they are there.
-        """
+        """Gradients of layers in the last backward's order, with the share of it that has passed then."""
         seconds = self._layers_s["W" if self._split else "B"][span.start : span.stop]
         total = sum(seconds)
         layers, ends = self._gradients[span.start : span.stop], accumulate(reversed(seconds))
-        # Rounding must not take a share beyond the whole.
-        return [
-            (layer, min(end / total, 1) if total else 1)
-            for layer, end in zip(reversed(layers), ends, strict=True)
-        ]
+        shares = (
+            min(end / total, 1) if total else 1 for end in ends
+        )  # rounding must not go beyond the whole
+        return list(zip(reversed(layers), shares, strict=True))
 
     def gathers(self, span: range) -> tuple[Gather, ...]:
-        """Parameters that are fetched once for a step (ZeRO-2), each layer's for when the first forward
-        reaches it.
-        """
+        """Parameters that are fetched once for a step (ZeRO-2), for when the first forward needs them."""
         if self.grid.fsdp_level != 2 or self.shards is not None:
             return ()
         part, ring = slice(span.start, span.stop), self.near.ring("fsdp")
@@ -189,10 +157,7 @@ class Collectives:
         )
 
     def waits_s(self, span: range, remat: str = "never") -> tuple[float, float]:
-        """Seconds that a pass ahead and one back wait for collectives of their own: parameters that each
-        gathers (ZeRO-3), and what the ranks that compute a layer together send, which blocks that recompute
-        send again.
-        """
+        """Seconds that a pass ahead and one back wait for ZeRO-3's gathers and tensor parallel sums."""
         ahead_s, back_s = self._gathered_s(span, remat) if self.every_pass else (0.0, 0.0)
         if self.grid.tp == 1:
             return ahead_s, back_s
@@ -210,11 +175,9 @@ class Collectives:
         ahead_s = longer_s(forward_kind(self._layers_s), slice(None), scattered=False)
         return ahead_s, longer_s(inside("B", remat), slice(None, None, -1), scattered=True)
 
-    def _rounds_s(self, layer: tuple[Sequence[float], Sequence[float]]) -> tuple[float, float]:
-        """Seconds in which the ranks that compute a layer together send, in a pass ahead and one back."""
-        ring, ranks = self.near.ring("tp"), self.grid.tp
-        ahead_s, back_s = (sum(all_gather_s(size, ranks, ring) for size in sizes) for sizes in layer)
-        return ahead_s, back_s
+    def _rounds_s(self, sizes: Sequence[float]) -> float:
+        """Seconds in which the ranks that compute a layer together send these bytes once round."""
+        return sum(all_gather_s(size, self.grid.tp, self.near.ring("tp")) for size in sizes)
 
     @property
     def every_pass(self) -> bool:

@@ -1,8 +1,7 @@
 """Seconds and bytes of every layer, and what a step takes beyond its layers: all that a prediction adds up.
 
-Whether they were measured on this machine or follow from an accelerator's peaks, costs have one form, so that
-one prediction serves both and each number keeps where it comes from. A layer's seconds are by the kind of the
-action and the size of the micro-batch:
+Measured on this machine or following from an accelerator's peaks, costs have one form. A layer's seconds are
+by the kind of the action and the size of the micro-batch:
 
     F   forward without a graph, whose micro-batch is recomputed     R   the recomputation
     G   forward that keeps its graph                                 B   backward; I and W its two halves
@@ -29,9 +28,6 @@ FIRST = " first"
 """Suffix of B or W for the first one of a step."""
 ONCE = "once"
 
-LEVELS = (2, 3)
-"""ZeRO levels of sharded parameters that are timed, with the values of `Candidate.fsdp_level`."""
-
 Run = tuple[tuple[float, ...], ...]
 """For each process, the seconds of the actions of one step, each divided by the median of its kind."""
 
@@ -44,7 +40,7 @@ def inside(kind: str, remat: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeCosts:
-    """Costs of the layers for one micro-batch of one size.
+    """Costs of the layers for one micro-batch of one size; ValueError for negative or infinite ones.
 
     Args:
         layers_s: by kind, seconds of each layer; "B first" and "W first" where they differ, and as `inside`
@@ -57,9 +53,6 @@ class SizeCosts:
         gradient_bytes: the same for the way back
         ring_bytes: by layer, what goes once round the ranks that compute it together, ahead and back: a sum
             goes round twice, a gather once; two sums of the activations of every layer if not given
-
-    Raises:
-        ValueError: seconds or bytes that are negative or infinite.
     """
 
     layers_s: Mapping[str, Sequence[float]]
@@ -71,13 +64,11 @@ class SizeCosts:
     ring_bytes: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
 
     def __post_init__(self) -> None:
-        named = {
+        named: dict[str, Sequence[float]] = {
             **self.layers_s,
-            "action_s": tuple(self.action_s.values()),
-            "whole_s": tuple(self.whole_s.values()),
-            "shards_s": tuple(value for each in self.shards_s.values() for value in each.values()),
-            "activation_bytes": self.activation_bytes,
-            "gradient_bytes": self.gradient_bytes,
+            **{name: list(getattr(self, name).values()) for name in ("action_s", "whole_s")},
+            **{f"shards_s[{level}]": list(each.values()) for level, each in self.shards_s.items()},
+            **{name: getattr(self, name) for name in ("activation_bytes", "gradient_bytes")},
         }
         for name, values in named.items():
             for index, value in enumerate(values):
@@ -88,22 +79,13 @@ class SizeCosts:
     def num_layers(self) -> int:
         return len(next(iter(self.layers_s.values())))
 
-    @property
-    def rounds_bytes(self) -> Sequence[tuple[Sequence[float], Sequence[float]]]:
-        """`ring_bytes` of all layers."""
-        return self.ring_bytes or [([each] * 4, [each] * 4) for each in (*self.activation_bytes, 0.0)]
-
     def with_blocks(self, blocks: Container[int]) -> SizeCosts:
         """Adds the costs of B and I in blocks that run their forward once more inside."""
-        again = self.layers_s.get("R", self.layers_s.get("F", ()))
-        more = {
-            inside(kind, "blocks"): [
-                each + again[layer] * (layer in blocks) for layer, each in enumerate(self.layers_s[kind])
-            ]
-            for kind in ("B", "I")
-            if kind in self.layers_s
-        }
-        return replace(self, layers_s={**self.layers_s, **more})
+        again, layers_s = self.layers_s.get("R", self.layers_s.get("F", ())), dict(self.layers_s)
+        for kind in filter(self.layers_s.__contains__, ("B", "I")):
+            both = enumerate(zip(layers_s[kind], again, strict=True))
+            layers_s[inside(kind, "blocks")] = [own + more * (n in blocks) for n, (own, more) in both]
+        return replace(self, layers_s=layers_s)
 
     @property
     def remats(self) -> tuple[str, ...]:
@@ -115,10 +97,7 @@ class SizeCosts:
         return {kind: list(accumulate(seconds, initial=0.0)) for kind, seconds in self.layers_s.items()}
 
     def seconds(self, kind: str, span: range) -> float:
-        """Seconds of an action of that kind on a stage of these layers. "B first" falls back to "B".
-
-        ValueError for a kind that was not timed.
-        """
+        """Seconds of an action on a stage of these layers; ValueError for a kind that was not timed."""
         plain = kind.removesuffix(FIRST)
         bare, _, remat = plain.partition(" ")
         if len(span) == self.num_layers and bare in self.whole_s:
@@ -199,39 +178,26 @@ class Costs:
     def at(self, microbatch_size: int) -> SizeCosts:
         """Returns the costs at one micro-batch size. ValueError for a size that was not timed."""
         if microbatch_size not in self.sizes:
-            known = ", ".join(map(str, sorted(self.sizes)))
-            raise ValueError(f"no costs of micro-batches of {microbatch_size}; there are those of {known}")
+            raise ValueError(f"no costs of micro-batches of {microbatch_size}, but of {sorted(self.sizes)}")
         return self.sizes[microbatch_size]
 
     def on(self, microbatch_size: int, tp: int, *, sharded: bool) -> Costs:
-        """Returns the costs at one size on each of `tp` accelerators that compute every layer together,
-        without their messages to each other; `sharded` where parameters are gathered.
-        """
+        """The costs on each of `tp` accelerators; `sharded` where parameters are gathered."""
         size = self.variants(microbatch_size, tp, sharded) if self.variants is not None else None
-        if size is None:
-            size = self.at(microbatch_size)
-            if tp > 1:
-                layers_s = {kind: [each / tp for each in seconds] for kind, seconds in size.layers_s.items()}
-                size = replace(size, layers_s=layers_s, whole_s={}, shards_s={})
         if tp == 1:
-            return replace(self, sizes={**self.sizes, microbatch_size: size})
-        return replace(
-            self,
-            sizes={microbatch_size: size},
-            update_s=[each / tp for each in self.update_s],
-            parameter_bytes=[[each // tp for each in layer] for layer in self.parameter_bytes],
-        )
-
-    def sums_beside(self, link: Link) -> Link | None:
-        """The link of sums over what messages take `link` between; None unless it is the measured one."""
-        return self.sum_link if link == self.link else None
+            return replace(self, sizes={**self.sizes, microbatch_size: size or self.at(microbatch_size)})
+        if size is None:
+            whole = self.at(microbatch_size)
+            layers_s = {kind: [each / tp for each in seconds] for kind, seconds in whole.layers_s.items()}
+            size = replace(whole, layers_s=layers_s, whole_s={}, shards_s={})
+        update_s = [each / tp for each in self.update_s]
+        parts = [[each // tp for each in layer] for layer in self.parameter_bytes]
+        return replace(self, sizes={microbatch_size: size}, update_s=update_s, parameter_bytes=parts)
 
     def shards(self, microbatch_size: int, shards: int, level: int, link: Link) -> ShardCosts | None:
-        """Returns the costs of `shards` shards at that ZeRO level over `link`. None if there is one shard,
-        if `link` is not the measured one, or if the level was not timed.
-
-        For a number of shards n that was not timed, the sent bytes follow the ring, (n - 1) / n of all
-        parameters; the optimizer's step is that of the timed shards, scaled down if the shards are smaller.
+        """Returns the costs of `shards` shards at that ZeRO level over `link`; None for one shard, or what
+        was not timed. For another number n of shards than the timed one, sent bytes follow the ring, (n - 1)
+        / n of all parameters, and the optimizer's step shrinks with the shards.
         """
         size = self.at(microbatch_size)
         timed, total = size.shards_s.get(level), sum(map(sum, self.parameter_bytes))
@@ -249,10 +215,8 @@ class Costs:
 
     def to_data(self) -> dict[str, Any]:
         """Returns the costs as plain data, without the profiles."""
-        found: dict[str, Any] = msgspec.to_builtins(
-            replace(self, profiles=None, variants=None), str_keys=True
-        )
-        return found
+        alone = replace(self, profiles=None, variants=None)
+        return dict(msgspec.to_builtins(alone, str_keys=True))
 
 
 def kinds_of(schedule: Schedule) -> dict[Action, str]:

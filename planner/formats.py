@@ -4,11 +4,10 @@ The scripts are whole: they build the model, cut it as planned, and take a few s
 shape, where one's own batches go. The settings have the degrees, the cut and the schedule; model and data
 stay the user's own.
 
-What a format can't say is of three kinds. What each stage recomputes, and how parameters are cast, may be
-said otherwise: `as_run` has the candidate and the request as the format has them, which are predicted again.
-Where the other engine would train the same, but keep or take a little more than was planned, that stands at
-the head of what is written (`Written.differs`). Where it would train something else, or not run at all, there
-is a ValueError with what to ask instead.
+What a format can't say is of three kinds. What each stage recomputes, and how parameters are cast, is said
+otherwise and predicted again (`as_run`). Where the other engine would train the same, but keep or take a
+little more than was planned, that stands at the head of what is written (`Written.differs`). Where it would
+train something else, or not run at all, there is a ValueError with what to ask instead.
 
 Read in torch 2.13, torchtitan 0.3.0, Megatron-core 0.16.
 """
@@ -27,6 +26,7 @@ from gpipe_bench.planner.candidate import REMATS, WRAPPED, Candidate, by_schedul
 from gpipe_bench.planner.request import DIMENSIONS, Request
 
 if TYPE_CHECKING:
+    from gpipe_bench.pipeline.memory.workers import SharedWeight
     from gpipe_bench.planner.model import Model
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -53,11 +53,14 @@ class Written(NamedTuple):
 class Format(NamedTuple):
     """A way to write a plan, and what can be said in it at all.
 
-    `facts` gives what the format's template names beside the plan, and how the plan differs there.
+    `facts` gives what the format's template names beside the plan, and how the plan differs there; `start` is
+    what `torchrun` gets, after what stands `before` it.
     """
 
     facts: Callable[[Model, Candidate, Request], tuple[dict[str, Any], list[str]]]
     schedules: tuple[str, ...]
+    before: str = ""
+    start: str = "{name}"
     optimizers: tuple[str, ...] = ("sgd", "rmsprop", "adam")
     remats: tuple[str, ...] = REMATS
     is_uniform: bool = False  # whether all stages recompute the same
@@ -65,43 +68,31 @@ class Format(NamedTuple):
 
 
 def written(form: str, model: Model, candidate: Candidate, request: Request, name: str = NAME) -> Written:
-    """A plan in a format of FORMATS, for a file of that name.
-
-    Raises ValueError, with what to ask instead, where the format can't say it.
-    """
+    """A plan in a format, for a file of that name; ValueError, with what to ask instead, if it can't."""
     check_asked(form, (candidate.schedule,), request.optimizer, name, request.precision)
     candidate, request = as_run(form, model, candidate, request)
     more, differs = FORMATS[form].facts(model, candidate, request)
     text = _render(form, model, candidate, request, more | {"differs": differs})
-    path, before, started = PurePath(name), "", name
-    if form == "torchtitan":
-        before, started = (
-            f"PYTHONPATH={path.parent} ",
-            f"-m torchtitan.train --module {path.stem} --config planned",
-        )
-    elif form == "megatron":
-        before, started = (
-            f"source {name}; ",
-            'pretrain_gpt.py "${PLAN[@]}"  # and the flags of your model and data',
-        )
-    rows = to_csv(candidate.rows(recomputes=False)) * more.get("from_file", False)
-    return Written(
-        text, before + command(request, started, candidate.grid.accelerators), rows, tuple(differs)
+    path, known = PurePath(name), FORMATS[form]
+    before, start = (
+        each.replace("{name}", name).replace("{folder}", str(path.parent)).replace("{module}", path.stem)
+        for each in (known.before, known.start)
     )
+    rows = to_csv(candidate.rows(recomputes=False)) * more.get("from_file", False)
+    line = before + command(request, start, candidate.grid.accelerators)
+    return Written(text, line, rows, tuple(differs))
 
 
 def as_run(form: str, model: Model, candidate: Candidate, request: Request) -> tuple[Candidate, Request]:
-    """Returns the candidate and request that run instead of a plan whose recomputation or casts the format
-    can't express.
-
-    Raises ValueError, with what to ask instead, for what it can't run at all.
+    """The candidate and request that run instead of a plan whose recomputation or casts the format can't
+    express. ValueError, with what to ask instead, for what it can't run at all.
     """
     known = FORMATS[form]
     if form == "script":
         if request.compiled and (candidate.grid.fsdp > 1 or candidate.grid.tp > 1):
             raise ValueError(
-                "--format script: this engine keeps parameters of compiled layers whole; give --format "
-                "torch, or leave --compiled out"
+                "--format script keeps parameters of compiled layers whole; give --format torch, or leave "
+                "--compiled out"
             )
         if candidate.grid.fsdp > 1 and model.ties:
             raise ValueError(
@@ -132,13 +123,13 @@ def check_asked(
     if precision not in known.precisions:
         raise ValueError(
             f"--format {form} knows the precisions {', '.join(known.precisions)}, not {precision}; leave "
-            "--script and --format out, and scale the loss in a script of your own"
+            "--script and --format out, and write a script of your own"
         )
     for each in schedules:
         if each in NAMED and each not in known.schedules:
+            others = ", ".join(known.schedules)
             raise ValueError(
-                f"--format {form} has no schedule {each}: leave --schedule out, or choose of "
-                f"{', '.join(known.schedules)}"
+                f"--format {form} has no schedule {each}: leave --schedule out, or choose of {others}"
             )
 
 
@@ -166,21 +157,21 @@ def _render(
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters.update(repr=repr, tuple=tuple)
-    facts = candidate.describe()
+    facts, names = candidate.describe(), by_schedule(candidate.remat)
     words = json.dumps({key: facts[key] for key in ("schedule", "num_microbatches", "cut")})
     remats = list(zip(candidate.cut, candidate.remat, strict=True))
+    sizes = {name: getattr(candidate.grid, name) for name in DIMENSIONS}
     return environment.get_template(f"{form}.j2").render(
         model=model,
         source=model.source,
+        remat=names if len(set(names)) > 1 else names[0],
         candidate=candidate,
         request=request,
         words=words[1:-1].replace('"', ""),
         cut=facts["cut"],
         share=request.batch_size // candidate.grid.replicas,
         grid=candidate.grid,
-        mesh={
-            name: size for name in DIMENSIONS if (size := getattr(candidate.grid, name)) > 1 or name == "pp"
-        },
+        mesh={name: size for name, size in sizes.items() if size > 1 or name == "pp"},
         sequence=candidate.grid.tp > 1 and model.sequence_parallel(candidate.grid.tp),
         # the layers of each kind that run under a checkpoint, and what it keeps
         wrapped={
@@ -193,18 +184,11 @@ def _render(
     )
 
 
-def _script(model: Model, candidate: Candidate, request: Request) -> tuple[dict[str, Any], list[str]]:
-    """Python that takes steps as planned, on our engine."""
-    names = by_schedule(candidate.remat)
-    return {"remat": names if len(set(names)) > 1 else names[0]}, []
-
-
 def _torch(model: Model, candidate: Candidate, request: Request) -> tuple[dict[str, Any], list[str]]:
     """A script on torch.distributed.pipelining."""
-    schedule, from_file = _rows(candidate)
+    schedule, from_file, differs = _by_torch(candidate)
     workers = [schedule.worker(stage) for stage in range(candidate.num_stages)]
     _check_torch(model, candidate, workers)
-    differs = _by_torch(candidate, from_file)
     if candidate.grid.dp > 1 and candidate.grid.fsdp == 1:
         differs.append("gradients of replicas are summed after the last backward, not during it")
     if any(type(each).__name__.startswith("BatchNorm") for layer in model.layers for each in layer.modules()):
@@ -226,14 +210,13 @@ def _check_torch(model: Model, candidate: Candidate, workers: Sequence[int]) -> 
     for tie in model.ties:
         if candidate.grid.fsdp > 1 and len({stage_of[layer] for layer in tie.layers}) > 1:
             raise ValueError(
-                f"--format torch: layers {', '.join(map(str, tie.layers))} of {model.name} share a weight, "
-                "which is sharded in one stage alone; give --pp 1, or --no-fsdp"
+                f"{_sharing('torch', model, tie)}, which is sharded in one stage alone; give --pp 1, or "
+                "--no-fsdp"
             )
         if tie.trained and len({workers[stage_of[layer]] for layer in tie.layers}) > 1:
             raise ValueError(
-                f"--format torch: layers {', '.join(map(str, tie.layers))} of {model.name} share a weight, "
-                "which torch's engine would train apart on each worker; give --pp 1, --schedule zb-v (whose "
-                f"first worker has both ends of the model), or {ask[5:]}"
+                f"{_sharing('torch', model, tie)}, which torch's engine would train apart on each worker; "
+                f"give --pp 1, --schedule zb-v (whose first worker has both ends of the model), or {ask[5:]}"
             )
     if any(getattr(layer, each, ()) for layer in model.layers for each in ("stashes", "pops")):
         raise ValueError(f"--format torch: {model.name} has portals, and torch's engine none; {ask}")
@@ -255,10 +238,9 @@ def _torchtitan(model: Model, candidate: Candidate, request: Request) -> tuple[d
     names = ["tok_embeddings", *(f"layers.{number}" for number in range(len(blocks)))]
     names += ["norm", "lm_head"] if blocks.stop == len(model.layers) - 2 else ["norm, lm_head"]
     parts = [", ".join(names[layer] for layer in stage).split(", ") for stage in candidate.cut]
-    schedule, from_file = _rows(candidate)
+    schedule, from_file, differs = _by_torch(candidate)
     in_a_v = candidate.stages_per_worker > 1 and schedule.worker(candidate.grid.pp) != 0
     placed = "ZBVZeroBubble" if in_a_v else "Interleaved1F1B" if candidate.stages_per_worker > 1 else "1F1B"
-    differs = _by_torch(candidate, from_file)
     if candidate.remat[0] == "selective":
         differs.append("every second product of a block is computed again, too")
     if request.gathers_half(candidate.grid.fsdp):
@@ -284,26 +266,51 @@ def _megatron(model: Model, candidate: Candidate, request: Request) -> tuple[dic
     for tie in model.ties:
         if tie.layers != (0, last):
             raise ValueError(
-                f"--format megatron: layers {', '.join(map(str, tie.layers))} of {model.name} share a "
-                "weight, and Megatron shares one of embedding and output alone; give --format script"
+                f"{_sharing('megatron', model, tie)}, and Megatron shares one of embedding and output alone; "
+                "give --format script"
             )
+    counts = [sum(layer in blocks for layer in stage) for stage in candidate.cut]
     parts = [
-        "E" * (0 in stage) + _times("t", sum(layer in blocks for layer in stage)) + "L" * (last in stage)
-        for stage in candidate.cut
+        "E" * (0 in stage) + (f"t*{number}" if number > 1 else "t" * number) + "L" * (last in stage)
+        for stage, number in zip(candidate.cut, counts, strict=True)
     ]
     if not all(parts):
         raise ValueError(
             f"--format megatron: stage {parts.index('')} holds the last norm alone, which has no letter in a "
             "layout; give another --pp, or --format script"
         )
-    differs = list[str]()
-    if request.compiled:
-        differs.append("layers are not compiled: Megatron has kernels of its own")
-    if request.precision == "bfloat16":
-        differs.append("weights are kept in bfloat16 beside float32, not in float32 alone")
-    if workers > 1:
-        differs.append("the last norm is where the last block is, not before the output")
-    return {"blocks": len(blocks), "layout": "|".join(parts)}, differs
+    differs = {
+        "layers are not compiled: Megatron has kernels of its own": request.compiled,
+        "weights are kept in bfloat16 beside float32, not in float32 alone": request.precision == "bfloat16",
+        "the last norm is where the last block is, not before the output": workers > 1,
+    }
+    grid, recomputes = candidate.grid, candidate.remat[0] != "never"
+    parameters = "optim_grads_params" if grid.fsdp_level == 3 else "optim_grads"
+    flags = {
+        f"--num-layers {len(blocks)}": True,
+        f"--tensor-model-parallel-size {grid.tp}": True,
+        f"--pipeline-model-parallel-size {workers}": True,
+        f"--micro-batch-size {candidate.microbatch_size}": True,
+        f"--global-batch-size {request.batch_size}": True,
+        f"--optimizer {request.optimizer}": True,
+        f"--pipeline-model-parallel-layout '{'|'.join(parts)}'": workers > 1,
+        "--bf16": request.precision == "bfloat16",
+        "--untie-embeddings-and-output-weights": not model.ties,
+        "--sequence-parallel": grid.tp > 1 and model.sequence_parallel(grid.tp),
+        "--use-megatron-fsdp": grid.fsdp > 1,
+        f"--data-parallel-sharding-strategy {parameters}": grid.fsdp > 1,
+        "--use-distributed-optimizer": grid.fsdp > 1,
+        "--ckpt-format fsdp_dtensor": grid.fsdp > 1,
+        f"--num-distributed-optimizer-instances {grid.dp}": grid.fsdp > 1 and grid.dp > 1,
+        "--recompute-granularity full": recomputes,
+        "--recompute-method uniform": recomputes,
+        "--recompute-num-layers 1": recomputes,
+    }
+    return {"flags": [flag for flag, is_set in flags.items() if is_set]}, [w for w in differs if differs[w]]
+
+
+def _sharing(form: str, model: Model, tie: SharedWeight) -> str:
+    return f"--format {form}: layers {', '.join(map(str, tie.layers))} of {model.name} share a weight"
 
 
 def _blocks(form: str, model: Model) -> range:
@@ -322,32 +329,27 @@ def _blocks(form: str, model: Model) -> range:
     )
 
 
-def _times(letter: str, count: int) -> str:
-    return f"{letter}*{count}" if count > 1 else letter * count
-
-
-def _by_torch(candidate: Candidate, from_file: bool) -> list[str]:
-    """Returns what torch's engine does differently from the plan, a sentence each."""
+def _by_torch(candidate: Candidate) -> tuple[Schedule, bool, list[str]]:
+    """The schedule without recomputations, for which others have no actions; whether torch reads it from a
+    file (its 1F1B alone, for as many micro-batches as workers or more, has our order); and what torch's
+    engine does differently from the plan, a sentence each.
+    """
+    named_there = candidate.schedule == "1f1b" and candidate.num_microbatches >= candidate.grid.pp
+    from_file = not named_there and candidate.grid.pp > 1
     differs = ["torch keeps a buffer for each message of a step"] * (candidate.grid.pp > 1)
     if candidate.grid.fsdp_level == 3 and from_file:
         differs.append("the parameters of a stage stay gathered from its first action to its last")
-    return differs
-
-
-def _rows(candidate: Candidate) -> tuple[Schedule, bool]:
-    """The schedule without recomputations, for which others have no actions; and whether torch reads it from
-    a file: its 1F1B alone, for as many micro-batches as workers or more, has the very order of ours.
-    """
-    named_there = candidate.schedule == "1f1b" and candidate.num_microbatches >= candidate.grid.pp
-    return candidate.rows(recomputes=False), not named_there and candidate.grid.pp > 1
+    return candidate.rows(recomputes=False), from_file, differs
 
 
 FORMATS: dict[str, Format] = {
-    "script": Format(_script, tuple(NAMED)),
+    "script": Format(lambda *plan: ({}, []), tuple(NAMED)),
     "torch": Format(_torch, tuple(NAMED), remats=("never", *WRAPPED)),
     "torchtitan": Format(
         _torchtitan,
         tuple(name for name in NAMED if name != "naive"),
+        "PYTHONPATH={folder} ",
+        "-m torchtitan.train --module {module} --config planned",
         ("adam",),
         ("never", *WRAPPED),
         is_uniform=True,
@@ -356,6 +358,8 @@ FORMATS: dict[str, Format] = {
     "megatron": Format(
         _megatron,
         ("1f1b", "interleaved"),
+        "source {name}; ",
+        'pretrain_gpt.py "${PLAN[@]}"  # and the flags of your model and data',
         ("sgd", "adam"),
         ("never", "blocks"),
         is_uniform=True,

@@ -1,15 +1,12 @@
-"""Costs of a model as this machine takes them: its layers timed, or kept from when they were.
+"""Costs of a model as this machine takes them: its layers timed (`probes`).
 
-The layers are timed in as many processes as there are devices or cores, at the same time (`probes`). A stage
-takes less than its layers one by one, because each action costs something once: the first operations after
-another kind of work find cold caches, and the engine has its own. How much follows from the same layers timed
-as stages of their own and as K real stages, one in each process. With S(K) the seconds of all K stages in one
-kind of action:
+A stage takes less than its layers one by one, because each action costs something once: cold caches after
+another kind of work, and the engine's own. How much follows from the same layers timed as stages of their own
+and as K real stages, one in each process. With S(K) the seconds of all K stages in one kind of action:
 
     S(K) = work + K x action      so      action = (S(L) - S(K)) / (L - K)
 
-and a layer's own seconds are what was timed less `action`. Where that would be negative, layers are instead
-made longer to add up to the K stages, which wait for messages and find caches colder still.
+and a layer's own seconds are what was timed less `action`, scaled to add up to the K stages.
 """
 
 from __future__ import annotations
@@ -24,8 +21,9 @@ from statistics import median
 from typing import Any
 
 from gpipe_bench.pipeline import launch
-from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.planner.costs import FIRST, LEVELS, ONCE, Costs, Run, SizeCosts
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.planner.candidate import LEVELS
+from gpipe_bench.planner.costs import FIRST, ONCE, Costs, Run, SizeCosts
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, ProbeRun, probe
 from gpipe_bench.planner.request import Request
@@ -45,7 +43,8 @@ def timed(
     sharded: bool = True,
     shown: bool = False,
 ) -> Costs:
-    """Costs of a model at some of these micro-batch sizes, as this machine takes them.
+    """Costs of a model at some of these micro-batch sizes, as this machine takes them. ValueError for one's
+    own model without a loss, or in bfloat16, which are not timed; for no rounds.
 
     Args:
         model, request: what is asked
@@ -53,22 +52,19 @@ def timed(
         rounds: of probes
         sharded: whether parameters may be divided
         shown: whether somebody is told how far it is
-
-    Raises:
-        ValueError: one's own model without a loss, or in bfloat16, which are not timed; no rounds.
     """
     if rounds < 1:
         raise ValueError(f"--probe-rounds {rounds}: give 1 or more")
     if request.precision != "float32" or request.compiled:
         raise ValueError(
-            f"--precision {request.precision}{' --compiled' * request.compiled}: this machine's layers are "
-            "timed in float32 and as they are; name an accelerator with --device-type for others"
+            f"--precision {request.precision}{' --compiled' * request.compiled}: layers are timed here in "
+            "float32 and as they are; name an accelerator with --device-type for others"
         )
     source = model.source
     if not source.has_loss or source.is_foreign:
         raise ValueError(
-            f"{model.name} returns no loss or no layers, and its steps are to be timed: return (layers, "
-            "inputs, target, loss_fn), or name an accelerator with --device-type"
+            f"{model.name} returns no loss or no layers to be timed: return (layers, inputs, target, "
+            "loss_fn), or name an accelerator with --device-type"
         )
     sizes = sizes_worth(sizes, request)
     few = sorted({sizes[round(i * (len(sizes) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)})
@@ -76,10 +72,12 @@ def timed(
     profiles = partial(model.profile_of, precision=request.precision)
     job = ProbeJob(source, tuple(few), rounds, request.optimizer, sharded=sharded, shown=shown)
     costs = measured(launch(_probe, processes, job), "this machine", profiles)
-    costs = replace(costs, sizes={n: each.with_blocks(model.blocks) for n, each in costs.sizes.items()})
     less = "" if processes == request.accelerators else f", of {request.accelerators} that are asked about"
-    more = {"processes": f"{processes} timed{less}"}
-    return replace(costs, provenance={**costs.provenance, **more})
+    return replace(
+        costs,
+        sizes={size: each.with_blocks(model.blocks) for size, each in costs.sizes.items()},
+        provenance={**costs.provenance, "processes": f"{processes} timed{less}"},
+    )
 
 
 def sizes_worth(sizes: Sequence[int], request: Request) -> list[int]:
@@ -91,13 +89,6 @@ def sizes_worth(sizes: Sequence[int], request: Request) -> list[int]:
 
 def _probe(job: ProbeJob) -> Probed:
     return probe(Bench(job))
-
-
-def as_measured(request: Request, costs: Costs) -> Request:
-    """Loopback is what connects the processes of this machine; where several were timed, it was, too."""
-    if costs.link is None or request.link != LINKS["loopback"]:
-        return request
-    return replace(request, link=costs.link)
 
 
 def measured(found: Sequence[Probed], where: str = "", profiles: Callable[..., Any] | None = None) -> Costs:
@@ -173,44 +164,34 @@ def _by_kind(runs: Iterable[ProbeRun]) -> dict[str, float]:
     return _medians((action.kind, action.seconds) for run in runs for action in run.actions)
 
 
-def _by_stage(runs: Iterable[ProbeRun]) -> dict[str, tuple[float, ...]]:
+def _by_stage(runs: Iterable[ProbeRun]) -> dict[str, list[float]]:
     """Returns the median seconds of every stage, for each kind of action."""
-    medians = _medians(((a.kind, a.stage), a.seconds) for run in runs for a in run.actions)
-    stages = sorted({stage for _, stage in medians})
-    kinds = dict.fromkeys(kind for kind, _ in medians)
-    return {kind: tuple(medians[kind, stage] for stage in stages) for kind in kinds}
+    medians = _medians(((a.stage, a.kind), a.seconds) for run in runs for a in run.actions)
+    found: dict[str, list[float]] = defaultdict(list)
+    for (_, kind), seconds in sorted(medians.items()):
+        found[kind].append(seconds)
+    return found
 
 
 def _apart(
     fine: Mapping[str, Sequence[float]], coarse: Mapping[str, Sequence[float]]
 ) -> tuple[dict[str, Sequence[float]], dict[str, float]]:
     """Seconds of layers and of an action, from those of layers and of real stages."""
-    layers_s: dict[str, Sequence[float]] = {}
+    layers_s: dict[str, Sequence[float]] = {**fine}
     action_s: dict[str, float] = {}
-    for kind in sorted(fine, key=lambda kind: kind.endswith(FIRST)):
-        seconds, plain = fine[kind], kind.removesuffix(FIRST)
-        if kind not in coarse:
-            layers_s[kind] = seconds
-            continue
-        together = sum(coarse[kind])
+    for kind in sorted(filter(coarse.__contains__, fine), key=lambda kind: kind.endswith(FIRST)):
+        seconds, plain, together = fine[kind], kind.removesuffix(FIRST), sum(coarse[kind])
         if kind == plain:
             action_s[kind] = max(0.0, (sum(seconds) - together) / (len(seconds) - len(coarse[kind])))
-        layers_s[kind] = _adding_up(seconds, together, len(coarse[kind]), action_s[plain])
+        own = [max(0.0, each - action_s[plain]) for each in seconds]
+        total, wanted = sum(own), together - len(coarse[kind]) * action_s[plain]
+        scale = wanted / total if total > 0 and wanted > 0 else 1.0
+        layers_s[kind] = tuple(each * scale for each in own)
     return layers_s, action_s
 
 
-def _adding_up(seconds: Sequence[float], together: float, stages: int, action: float) -> tuple[float, ...]:
-    """Seconds of layers so that two stages take what they took: less an action each, then to scale."""
-    own = [max(0.0, each - action) for each in seconds]
-    total, wanted = sum(own), together - stages * action
-    scale = wanted / total if total > 0 and wanted > 0 else 1.0
-    return tuple(each * scale for each in own)
-
-
 def _link(messages: Iterable[tuple[float, float]], gap_s: float) -> Link:
-    """Returns the link that explains the messages' times: a latency, and a bandwidth if larger messages took
-    longer. The sender's own time is already part of the gap between two actions.
-    """
+    """The link that explains the messages: a latency beyond the gap between two actions, and a bandwidth."""
     points = sorted(_medians(messages).items())
     (small, short_s), (large, long_s) = points[0], points[-1]
     bandwidth = (large - small) / (long_s - short_s) if large > small and long_s > short_s else inf
@@ -222,9 +203,7 @@ def _link(messages: Iterable[tuple[float, float]], gap_s: float) -> Link:
 
 
 def _sum_link(replicas: Sequence[ProbeRun], processes: int, num_bytes: float, step_s: float) -> Link | None:
-    """The link on which the ring of all processes sums this model's gradients in the time that was measured;
-    None where they were no replicas.
-    """
+    """The link whose ring sums this model's gradients in the measured time; None without replicas."""
     if not replicas or not num_bytes:
         return None
     seconds = median(max(run.beyond_s - step_s, 1e-9) for run in replicas)

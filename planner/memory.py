@@ -1,16 +1,13 @@
 """Whether stages fit: the bytes of every worker, for the thousands of cuts that a search looks at.
 
 The model is `pipeline.memory`: a worker's row walked with what its stages hold, and what a grid adds to it or
-shares out. Here each stage's footprint, each row and each answer is made once, whichever cut asks; stages of
-the same layers are one, wherever they stand. One thing is only known here:
+shares out. Here each stage's footprint, each row and each answer is made once, whichever cut asks. A tied
+weight has one state where one worker has all its layers; until a step ends a gradient of each of its uses is
+counted, which is more than there is, and where others have some, for a moment their gradient, too.
 
-    a tied weight    one with one state where one worker has all its layers; until a step ends a gradient of
-                     each of its uses is counted, which is more than there is; where others have some, for a
-                     moment their gradient, too
-
-A cut is looked for with one receive ahead (`alone`), where what a grid adds to the first forward or the last
-backward alone is counted at every moment of a step. What messages take is only known of all stages together:
-then the whole cut is `counted`.
+A cut is looked for with one receive ahead (`alone`), and what a grid adds to the first forward or the last
+backward counted at every moment of a step. What messages take is only known of all stages together: then the
+whole cut is `counted`.
 """
 
 from __future__ import annotations
@@ -41,15 +38,14 @@ from gpipe_bench.planner.candidate import WRAPPED, Grid, Way, by_schedule
 from gpipe_bench.planner.request import Request
 
 Stages = tuple[range, ...]
+Ties = tuple[SharedWeight, ...]
 LATELY = 64
 """Number of long schedules whose rows are cached; many ways use them in turn, and all are too many."""
 
 
 class Footprints:
-    """Memory of the stages of one model at one micro-batch size. Each stage has a number; stages of the same
-    layers with the same recomputation inside share one.
-
-    `profile_of` gives the profiles with what blocks recompute inside, by its name.
+    """Memory of the stages of one model at one micro-batch size; those of the same layers with the same
+    recomputation inside, by which `profile_of` gives profiles, share a number.
     """
 
     def __init__(self, profile_of: Callable[[str], ModelProfile]) -> None:
@@ -57,9 +53,9 @@ class Footprints:
         self.profile = self._profile_of("never")
         self._stages: list[tuple[range, ModelProfile]] = []  # the first of each number
         self._numbers: dict[tuple[object, ...], int] = {}
-        self.number, self.held = cache(self._number), cache(self._held)
+        self.number, self.between_steps = cache(self._number), cache(self._between_steps)
         self._whole = cache(self._whole_of)
-        self.between_steps = cache(self._between_steps)
+        self.held = cache(lambda number, sharing: shared_stage(self._whole(number), sharing))
 
     def _number(self, stage: range, remat: str) -> int:
         profile = self._profile_of(remat if remat in WRAPPED else "never")
@@ -68,10 +64,6 @@ class Footprints:
         if number == len(self._stages):
             self._stages.append((stage, profile))
         return number
-
-    def _held(self, number: int, sharing: Sharing) -> HeldStage:
-        """Returns the bytes that each process holds of a stage."""
-        return shared_stage(self._whole(number), sharing)
 
     def _whole_of(self, number: int) -> StageBytes:
         stage, (layers, loss) = self._stages[number]
@@ -90,23 +82,14 @@ class Footprints:
 class Room:
     """Bytes of the workers of one schedule, without recomputation, on one grid."""
 
-    def __init__(
-        self,
-        footprints: Footprints,
-        rows: Rows,
-        grid: Grid,
-        request: Request,
-        ties: tuple[SharedWeight, ...] = (),
-    ) -> None:
+    def __init__(self, footprints: Footprints, rows: Rows, grid: Grid, request: Request, ties: Ties) -> None:
         self._footprints, self._rows = footprints, rows
         self._optimizer, self._rule = request.optimizer, Optimizer.named(request.optimizer)
         self._transport = Transport(request.accelerated)
         self._every_tie = ties
         self.layers, self.schedule = footprints.profile.layers, rows.schedule
-        # How many replicas there are does not matter.
-        self._sharing = Sharing(
-            min(grid.dp, 2), grid.fsdp, grid.fsdp_level or 2, gathered_share=request.gathered_share
-        )
+        dp, level = min(grid.dp, 2), grid.fsdp_level or 2  # how many replicas there are does not matter
+        self._sharing = Sharing(dp, grid.fsdp, level, gathered_share=request.gathered_share)
         self._between_steps = footprints.between_steps(self._sharing, request.optimizer)
         self._all_ties = sum(map(self._beside, ties))
         # Peaks by worker, recomputation, the numbers of its stages and its ties.
@@ -136,8 +119,7 @@ class Room:
         peaks = grid_peak_bytes(every, whole, self._optimizer, receive_ahead=self._transport)
         where = places([each.rest for each in every], whole, self._transport)
         found = []
-        alone_of = self.alone(stages, remat)
-        for worker, (alone, peak) in enumerate(zip(alone_of, peaks, strict=True)):
+        for worker, (alone, peak) in enumerate(zip(self.alone(stages, remat), peaks, strict=True)):
             mine = self._rows.homes[worker]
             if received := self._received_bytes(tuple(stages[stage] for stage in mine)):
                 resting = [every[stage] for stage in mine]
@@ -150,24 +132,18 @@ class Room:
 
     def alone(self, stages: Sequence[range], remat: Sequence[str]) -> list[StageMemory]:
         """Returns each worker's peak with one receive ahead."""
-        return [
-            self.memory(worker, tuple(stages[s] for s in mine), tuple(remat[s] for s in mine))
-            for worker, mine in enumerate(self._rows.homes)
-        ]
+        own = ((tuple(stages[s] for s in mine), tuple(remat[s] for s in mine)) for mine in self._rows.homes)
+        return [self.memory(worker, *each) for worker, each in enumerate(own)]
 
-    def fits(self, worker: int, stages: Stages, remat: Sequence[str], cap: int) -> bool:
-        """Whether a worker has room for stages of these layers, which recompute so much."""
+    def fits(self, caps: Sequence[int], worker: int, stages: Stages, remat: Sequence[str]) -> bool:
+        """Whether a worker, whose bytes are in `caps`, has room for stages that recompute so much."""
         held = self._between_steps
         least = sum(held[stage.stop] - held[stage.start] for stage in stages) - self._all_ties
-        return least <= cap and self.memory(worker, stages, remat).peak <= cap
+        return least <= caps[worker] and self.memory(worker, stages, remat).peak <= caps[worker]
 
     def least_bytes(self) -> int:
         """Lower bound of the fullest worker's bytes between steps, for any cut: an equal share."""
         return (self._between_steps[-1] - self._all_ties) // self.schedule.num_workers
-
-    def _held(self, stages: Stages, remat: Sequence[str]) -> list[HeldStage]:
-        numbers = map(self._footprints.number, stages, remat)
-        return [self._footprints.held(number, self._sharing) for number in numbers]
 
     def _fullest(self, worker: int, held: Sequence[HeldStage], remat: tuple[str, ...]) -> StageMemory:
         moments = self._rows.moments(worker, remat)
@@ -187,24 +163,16 @@ class Room:
         self, stage: int, held: StageBytes, recomputes: bool = False, place: Place = NOWHERE
     ) -> Placed:
         return Placed(
-            held,
-            self._rule,
-            self.schedule.num_microbatches,
-            is_first=stage == 0,
-            recomputes=recomputes,
-            stays=self._rows.ahead > 0,
-            place=place,
-        )
+            held, self._rule, self.schedule.num_microbatches, is_first=stage == 0, recomputes=recomputes,
+            stays=self._rows.ahead > 0, place=place,
+        )  # fmt: skip
 
     def _summing(
         self, worker: int, held: Sequence[HeldStage], received: int, where: Sequence[Place] | None = None
     ) -> StageMemory:
         """A worker that has the gradients of all its uses of tied weights, and one from another owner."""
-        where = [NOWHERE] * len(held) if where is None else where
-        placed = {
-            stage: self._placed(stage, each.rest, place=place)
-            for stage, each, place in zip(self._rows.homes[worker], held, where, strict=True)
-        }
+        mine = zip(self._rows.homes[worker], held, where or [NOWHERE] * len(held), strict=True)
+        placed = {stage: self._placed(stage, each.rest, place=place) for stage, each, place in mine}
         summed = sum(each.rest.summed_gradient_bytes for each in held)
         return summing(Worker(placed), summed, self._sharing.part(received))
 
@@ -222,7 +190,7 @@ class Room:
         copies = size + tie.trained * ((1 + rule.state) * size + 4 * rule.counts_steps)
         return copies * (len(tie.layers) - 1)
 
-    def _ties(self, stages: Stages) -> tuple[SharedWeight, ...]:
+    def _ties(self, stages: Stages) -> Ties:
         """Returns the ties that include a layer of the worker, reduced to the worker's layers."""
         return tuple(
             replace(tie, layers=mine)
@@ -230,9 +198,10 @@ class Room:
             if (mine := tuple(layer for layer in tie.layers if any(layer in stage for stage in stages)))
         )
 
-    def _once(self, stages: Stages, remat: Sequence[str], ties: tuple[SharedWeight, ...]) -> list[HeldStage]:
+    def _once(self, stages: Stages, remat: Sequence[str], ties: Ties) -> list[HeldStage]:
         """The stages without the weights and states that the worker has already with an earlier layer."""
-        found = self._held(stages, remat)
+        numbers = map(self._footprints.number, stages, remat)
+        found = [self._footprints.held(number, self._sharing) for number in numbers]
         for tie in ties:
             for layer in tie.layers[1:]:
                 stage = next(index for index, each in enumerate(stages) if layer in each)
@@ -257,13 +226,12 @@ class Rooms:
         self,
         profiles: Callable[..., ModelProfile],
         request: Request,
-        ties_over: Callable[[int], tuple[SharedWeight, ...]],
+        ties_over: Callable[[int], Ties],
         *,
         split: bool,
     ) -> None:
         self._profiles, self._request, self._ties_over, self._split = profiles, request, ties_over, split
-        self._footprints = cache(self._footprints_of)
-        self._rows = lru_cache(LATELY)(self._rows_of)
+        self._footprints, self._rows = cache(self._footprints_of), lru_cache(LATELY)(self._rows_of)
 
     def __call__(self, way: Way) -> Room:
         sharded, tp = self._request.gathers_half(way.grid.fsdp), way.grid.tp
@@ -287,9 +255,7 @@ class Rooms:
 
 
 class Rows:
-    """The rows of one schedule without recomputation as a search asks for their memory: walked once without
-    sizes, for hundreds of cuts, grids and micro-batch sizes. Receives are posted one ahead between workers.
-    """
+    """The rows of one schedule without recomputation, walked once; receives are posted one ahead."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -313,9 +279,7 @@ class Rows:
         return tuple(row)
 
     def _moments(self, worker: int, remat: tuple[str, ...]) -> tuple[Moment, ...]:
-        """The different moments of one worker. A long row repeats itself: hundreds of actions find the same
-        numbers of micro-batches as ones before.
-        """
+        """The different moments of one worker; in a long row hundreds of actions find the same numbers."""
         row = self._row(worker, remat)
         if len(remat) == 1:
             return tuple(map(Moment, steps(row, self.ahead)))

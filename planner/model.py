@@ -1,6 +1,4 @@
-"""The models of `plan`: published shapes by name and one's own, built without memory; and where they come
-from, which a process that times them is sent, and builds for itself (`Source`).
-"""
+"""The models of `plan`: published shapes by name and one's own, built without memory, with their `Source`."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import copy
 import importlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -49,16 +47,12 @@ PRODUCTS = [
 ]  # fmt: skip
 """Operations whose results a selective checkpoint keeps; a written script has their names."""
 DIVIDES = "a fifth value: a function of (layers, mesh) that divides the layers over a mesh's ranks, in place"
-"""Description of the function that makes a user's own model tensor parallel."""
-
-
 Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from, for a script that makes it again or a process that times it: equal layers in
-    every process with the same seed.
+    """Where a model comes from, for a script or a process that makes it again.
 
     Args:
         name: of the zoo, with its `options`; or `module:function`, which returns (layers, inputs, target,
@@ -145,19 +139,12 @@ class Model:
             return
         if self.by_megatron:
             block: Any = self.layers[1]
-            for what, number in (
-                ("heads", block.num_heads),
-                ("width", block.inner.out_features),
-            ):
+            for what, number in (("heads", block.num_heads), ("width", block.inner.out_features)):
                 if int(number) % ranks:
-                    raise ValueError(
-                        f"--tp {ranks}: {number} {what} of {self.name} are no multiple; leave --tp out"
-                    )
+                    raise ValueError(f"--tp {ranks}: {number} {what} of {self.name} are no multiple")
             return
         if self.source.options is None:
-            raise ValueError(
-                f"--tp {ranks}: nothing says how the layers of {self.name} are divided; return {DIVIDES}"
-            )
+            raise ValueError(f"--tp {ranks}: nothing divides the layers of {self.name}; return {DIVIDES}")
         named = OrderedDict((f"layer_{index}", layer) for index, layer in enumerate(self.layers))
         try:
             check_divisible(nn.Sequential(named), ranks)
@@ -166,11 +153,10 @@ class Model:
 
     def is_divisible(self, ranks: int) -> bool:
         """Whether so many ranks may compute each of its layers together."""
-        try:
+        with suppress(ValueError):
             self.check_divisible(ranks)
-        except ValueError:
-            return False
-        return True
+            return True
+        return False
 
     @property
     def by_megatron(self) -> bool:
@@ -187,12 +173,10 @@ class Model:
 
     @cached_property
     def blocks(self) -> frozenset[int]:
-        """The layers that a checkpoint is put around: those of the kind that most are of, or all if no kind
-        makes half of them.
-        """
-        (kind, count), *_ = Counter(map(type, self.layers)).most_common(1)
-        every = range(len(self.layers))
-        return frozenset(i for i in every if 2 * count < len(every) or type(self.layers[i]) is kind)
+        """The layers that a checkpoint is put around: the most common kind's, or all if that is no half."""
+        ((kind, count),) = Counter(map(type, self.layers)).most_common(1)
+        is_rare = 2 * count < len(self.layers)
+        return frozenset(i for i, layer in enumerate(self.layers) if is_rare or type(layer) is kind)
 
     @property
     def least_examples(self) -> int:
@@ -213,17 +197,17 @@ class Model:
         """The layers, with torch's checkpoint around the blocks where `remat` is one of WRAPPED."""
         if remat not in WRAPPED:
             return self.layers
-        found = [Checkpointed(e, remat) if i in self.blocks else e for i, e in enumerate(self.layers)]
-        return tuple(found)
+        return tuple(Checkpointed(e, remat) if i in self.blocks else e for i, e in enumerate(self.layers))
 
     def in_half(self) -> Model:
         """Returns a copy of the model with everything in bfloat16."""
         layers = tuple(copy.deepcopy(nn.ModuleList(self.layers)).to(torch.bfloat16))
         inputs, target = self.of_microbatch(self.batch_size, torch.bfloat16)
-        ties = shared_weights(layers)
-        return replace(
-            self, layers=layers, ties=ties, inputs=inputs, target=target, _profiles={}, _profilers={}
-        )
+        return self.changed(layers=layers, ties=shared_weights(layers), inputs=inputs, target=target)
+
+    def changed(self, **changes: Any) -> Model:
+        """Returns a copy with other fields, of which nothing is profiled yet."""
+        return replace(self, **changes, _profiles={}, _profilers={})
 
     def sequence_parallel(self, ranks: int) -> bool:
         """Whether `ranks` that compute a layer together also divide what lies between layers, by tokens."""
@@ -257,8 +241,7 @@ class Model:
             split_backward: also the two halves of backwards.
             tp: ranks that compute every layer together; the profile is that of one of them.
             remat: what blocks recompute inside, one of `candidate.WRAPPED`, or anything else for nothing.
-            sharded: parameters are gathered in 16 bits in mixed precision, where autocast would keep a copy
-                of them in each graph.
+            sharded: mixed precision gathers parameters in 16 bits; autocast would copy them in each graph.
         """
         remat = remat if remat in WRAPPED else "never"
         half = HALF.get(precision)
@@ -266,16 +249,11 @@ class Model:
         about = (microbatch_size, half, split_backward, self.attention, tp, read)
         if (remat, *about) not in self._profiles:
             with self.divided_over(tp, read) as divided:
-                profiler = self._profilers.setdefault(
-                    about,
-                    Profiler(
-                        None if read else half,
-                        attention=self.attention,
-                        number_format=read,
-                        split_backward=split_backward,
-                        ties_apart=True,
-                    ),
-                )
+                made = Profiler(
+                    None if read else half, attention=self.attention, number_format=read,
+                    split_backward=split_backward, ties_apart=True,
+                )  # fmt: skip
+                profiler = self._profilers.setdefault(about, made)
                 profiler.divided = divided
                 ends = self.of_microbatch(microbatch_size, read)
                 found = profiler.model(self.recomputing(remat), self.loss_fn, *ends)
@@ -295,24 +273,20 @@ class Model:
             yield partial(_of_a_rank, ranks=ranks, dtype=dtype)
             return
         if dist.is_initialized():
-            raise ValueError(
-                f"--tp {ranks} is planned with a group of its own: plan before processes join one"
-            )
+            raise ValueError(f"--tp {ranks} has a group of its own: plan before processes join one")
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         try:
             mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-
             sequence = self.sequence_parallel(ranks)
 
             def divided(layer: nn.Module) -> nn.Module:
                 bare = layer.layer if isinstance(layer, Checkpointed) else layer
                 mine = self.layers if self.divide is not None and bare in self.layers else (bare,)
                 copies = nn.Sequential(*(fake_copy(each, dtype) for each in mine))
-                if bare in self.layers:
-                    if self.divide is not None:
-                        self.divide(copies, mesh)
-                    else:
-                        tensor_parallel(copies, mesh, sequence=sequence)
+                if bare in self.layers and self.divide is not None:
+                    self.divide(copies, mesh)
+                elif bare in self.layers:
+                    tensor_parallel(copies, mesh, sequence=sequence)
                 own = copies[mine.index(bare)]
                 return Checkpointed(own, layer.remat) if isinstance(layer, Checkpointed) else own
 
@@ -339,9 +313,7 @@ class Checkpointed(nn.Module):
 
 
 def _of_a_rank(layer: nn.Module, ranks: int, dtype: torch.dtype | None) -> nn.Module:
-    """Returns one rank's part of a GPT-2 layer as Megatron divides it: some heads and columns, some words.
-    Norms, residuals and dropout are whole.
-    """
+    """One rank's part of a GPT-2 layer as Megatron divides it: some heads, columns and words; norms whole."""
     if isinstance(layer, Checkpointed):
         return Checkpointed(_of_a_rank(layer.layer, ranks, dtype), layer.remat)
     own = fake_copy(layer, dtype)
@@ -371,7 +343,8 @@ def model_of(
     num_filters: int | None = None,
     seq_len: int | None = None,
 ) -> Model:
-    """The published shape, Table 1's model or the user's `module:function` of that name.
+    """The published shape, Table 1's model or the user's `module:function` of that name. ValueError, naming
+    value and remedy, for what is neither or cannot be built.
 
     Args:
         name: a key of `gpipe_bench.models.SHAPES`, "transformer-lm" or "amoebanet-d" with Table 1's options,
@@ -381,8 +354,6 @@ def model_of(
         num_layers: blocks, instead of the shape's own; of GPT-2, Llama and Table 1's models only
         num_filters: of AmoebaNet-D only
         seq_len: tokens of an example, instead of the shape's own; of GPT-2 and Llama only
-
-    Raises ValueError, naming value and remedy, for what is neither or cannot be built.
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"--batch-size {batch_size}: a mini-batch has at least 1 example")
@@ -395,26 +366,20 @@ def model_of(
         names = [*(half.model for half in HALVES.values()), *SHAPES]
         known, close = ", ".join(names), suggestion(name, names)
         raise ValueError(f"unknown model {name!r}{close}; known: {known}, and one's own as module:function")
-    if seq_len is not None and (name not in SHAPES or SHAPES[name][0] == "unet" or seq_len < 1):
+    is_fixed = name not in SHAPES or SHAPES[name][0] == "unet"
+    if seq_len is not None and (is_fixed or seq_len < 1):
         raise ValueError(f"--seq-len {seq_len}: {name} has the tokens it has; leave the option out")
-    if num_layers is not None and (name not in SHAPES or SHAPES[name][0] == "unet"):
+    if num_layers is not None and is_fixed:
         raise ValueError(f"--num-layers {num_layers}: {name} has the layers it has; leave the option out")
     if name not in SHAPES:
         found = _own(name)
         if batch_size is None:
             return found
-        return replace(
-            found,
-            inputs=resized(found.inputs, batch_size),
-            target=resized(found.target, batch_size),
-            _profiles={},
-            _profilers={},
-        )
+        inputs, target = found.of_microbatch(batch_size)
+        return found.changed(inputs=inputs, target=target)
     builder, options = SHAPES[name]
-    if num_layers is not None:
-        options = {**options, "num_layers": num_layers}
-    if seq_len is not None:
-        options = {**options, "seq_len": seq_len}
+    changed = {"num_layers": num_layers, "seq_len": seq_len}
+    options = options | {option: number for option, number in changed.items() if number is not None}
     return built(name, builder, options, batch_size or BATCH_SIZE)
 
 
@@ -453,7 +418,7 @@ def _own(name: str) -> Model:
         function = _function(name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"{name}: {error}; start from the folder that holds the module, or add that to PYTHONPATH"
+            f"{name}: {error}; start from the module's folder, or add it to PYTHONPATH"
         ) from error
     try:
         with torch.device("meta"):
@@ -462,36 +427,24 @@ def _own(name: str) -> Model:
         raise ValueError(f"{name} failed with {type(error).__name__}: {error}; {WANTED}") from error
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 4, 5):
         raise ValueError(f"{name} returned {_kind(given)}; {WANTED}")
-    layers = _layers(given[0])
+    whole = given[0]
+    is_foreign = isinstance(whole, nn.Module) and type(whole).__module__.startswith("transformers.")
+    is_sequence = is_foreign or isinstance(whole, nn.Sequential | list | tuple)
+    layers = tuple(layers_of(whole) if is_foreign else whole) if is_sequence else ()
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
-        raise ValueError(
-            f"{name} returned layers of {_kind(given[0])}: return an nn.Sequential or a list of layers"
-        )
+        raise ValueError(f"{name} returned layers of {_kind(given[0])}: return an nn.Sequential or a list")
     if len(given) == 5 and not callable(given[4]):
         raise ValueError(f"{name} returned {_kind(given[4])} as its fifth value; give {DIVIDES[15:]}")
     examples = {tensor.shape[0] if tensor.dim() else 0 for tensor in as_tuple(given[1])}
     if len(examples) != 1 or 0 in examples:
-        raise ValueError(
-            f"{name}: the inputs have {sorted(examples)} examples: give all of them the same first dimension"
-        )
+        raise ValueError(f"{name}: the inputs have {sorted(examples)} examples: give all as many")
     target, loss = (given[2], given[3]) if len(given) > 2 else (torch.empty(*examples, device="meta"), _mean)
     parameters = count_parameters(nn.ModuleList(layers))
     return Model(
         name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, shared_weights(layers),
-        Source(name, None, len(given) > 2, _is_foreign(given[0]), len(given) == 5),
+        Source(name, None, len(given) > 2, is_foreign, len(given) == 5),
         divide=given[4] if len(given) == 5 else None,
     )  # fmt: skip
-
-
-def _layers(given: object) -> tuple[nn.Module, ...]:
-    """Layers of a sequence, or of a model that `pipeline.layers_of` knows; empty for anything else."""
-    if _is_foreign(given):
-        return tuple(layers_of(given))  # type: ignore[arg-type]
-    return tuple(given) if isinstance(given, (nn.Sequential, list, tuple)) else ()
-
-
-def _is_foreign(given: object) -> bool:
-    return isinstance(given, nn.Module) and type(given).__module__.startswith("transformers.")
 
 
 def _mean(output: Any, target: Tensor) -> Tensor:

@@ -1,27 +1,23 @@
 """Predicts a candidate's step: its real schedule laid out with the costs of its layers, and workers' peaks.
 
-Layers add up to stages, an action costs a little more once, messages take the link, the gradients of
-replicas are summed as their buckets leave, and the optimizer ends the step. What a replay of medians leaves
-out is that actions are never all at their median, and a pipeline waits for whichever is late: so a measured
-machine's jitter is drawn from the steps in which the layers were timed, and the step is the median of the
-draws:
+Actions are never all at their median, and a pipeline waits for whichever is late: so a measured machine's
+jitter is drawn from the steps in which the layers were timed. Without jitter the step is the replay itself:
 
     step_s = median over draws of replay(seconds of each action x how that action differed in one timed step)
-
-Of costs without jitter it is the replay itself. The bytes are those of the memory model over processes.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from functools import cache
 from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.pipeline.plan.links import FREE, Between, Link
+from gpipe_bench.pipeline.plan.links import FREE, Between, Bucket, Gather, Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -39,9 +35,8 @@ SEED = 1811
 
 
 class Layout:
-    """One candidate with its costs, ready to be laid out at any speed of its workers.
-
-    ValueError for a micro-batch size, a kind of action or a grid that the costs know nothing of.
+    """One candidate with its costs, ready to be laid out at any speed of its workers. ValueError for a
+    micro-batch size, a kind of action or a grid that the costs know nothing of.
     """
 
     def __init__(self, candidate: Candidate, costs: Costs, request: Request) -> None:
@@ -52,8 +47,7 @@ class Layout:
         share = candidate.grid.replicas * candidate.num_microbatches
         if share * self.size != request.batch_size:
             raise ValueError(
-                f"{share} micro-batches of {self.size} are no mini-batch of {request.batch_size}; give "
-                f"{share * self.size} examples"
+                f"{share} micro-batches of {self.size} examples are not a mini-batch of {request.batch_size}"
             )
         self.candidate, self.costs, split = candidate, costs, candidate.splits
         times = times_on(candidate.grid, costs, self.size, request, split=split)
@@ -62,28 +56,18 @@ class Layout:
         self.topology = self._collectives.near
         if split and self._collectives.every_pass:
             raise ValueError(
-                f"schedule {candidate.schedule!r} splits backwards, and its W would find its parameters "
-                "sharded: gather once in a step (ZeRO-2)"
+                f"schedule {candidate.schedule!r} splits backwards, and W needs whole parameters: take ZeRO-2"
             )
         kinds = kinds_of(self.schedule)
         stages = list(zip(candidate.cut, candidate.remat, strict=True))
-        known = {
-            (stage, kind): times.action_s(kind, *stages[stage]) + costs.gap_s
-            for stage, kind in {(action.stage, kind) for action, kind in kinds.items()}
-        }
-        self.action_s = {action: known[action.stage, kind] for action, kind in kinds.items()}
+        action_s = cache(lambda stage, kind: times.action_s(kind, *stages[stage]) + costs.gap_s)
+        self.action_s: dict[Action, float] = {a: action_s(a.stage, kind) for a, kind in kinds.items()}
         self._stages = [times.stage(span.start, span.stop, remat) for span, remat in stages]
-        self._setup_s = [costs.step_s] + [0.0] * (candidate.num_stages - 1)
 
     def timeline(
         self, speeds: Sequence[float] | None = None, factors: dict[Action, float] | None = None
     ) -> Timeline:
-        """The step.
-
-        Args:
-            speeds: of each worker, how many times as long everything takes there
-            factors: of each action, likewise; 1 where there is none
-        """
+        """The step, `speeds` times as long on each worker, each action times its factor, if any."""
         slower = speeds or [1.0] * self.schedule.num_workers
         duration = {
             action: seconds * slower[self.schedule.worker(action.stage)] * (factors or {}).get(action, 1.0)
@@ -99,24 +83,17 @@ class Layout:
         found = []
         for _ in range(DRAWS):
             run = generator.choice(self.costs.jitter)
-            factors = {
-                action: generator.choice(run[self.schedule.worker(action.stage) % len(run)])
-                for action in self.schedule
-            }
+            rows = (run[self.schedule.worker(action.stage) % len(run)] for action in self.schedule)
+            factors = dict(zip(self.schedule, map(generator.choice, rows), strict=True))
             found.append(float(self.timeline(factors=factors).makespan_s))
         return sorted(found)
 
     def parts_s(self, step_s: float) -> dict[str, float]:
         """Where the time goes, in seconds of the step by reason; what only jitter explains is one of them."""
-        split = breakdown(
-            self.schedule,
-            self.action_s.__getitem__,
-            self.topology.between,
-            **self._rest([1.0] * self.schedule.num_workers),
-        )
+        rest, action_s = self._rest([1.0] * self.schedule.num_workers), self.action_s.__getitem__
+        split = breakdown(self.schedule, action_s, self.topology.between, **rest)
         parts = {part: float(share) * split.makespan_s for part, share in split.shares.items()}
-        parts["jitter"] = step_s - sum(parts.values())
-        return parts
+        return parts | {"jitter": step_s - sum(parts.values())}
 
     def _rest(self, slower: Sequence[float]) -> dict[str, Any]:
         """Returns the arguments of the replay other than the actions."""
@@ -124,7 +101,7 @@ class Layout:
         worker = [slower[schedule.worker(stage)] for stage in range(schedule.num_stages)]
         ends = [span.stop - 1 for span in candidate.cut[:-1]]
         found: dict[str, Any] = {
-            "setup_s": [a * b for a, b in zip(self._setup_s, worker, strict=True)],
+            "setup_s": [self.costs.step_s * worker[0], *[0.0] * (schedule.num_stages - 1)],
             "update_s": [each.after_s * b for each, b in zip(self._stages, worker, strict=True)],
         }
         if self.at.activation_bytes:
@@ -145,24 +122,26 @@ class Layout:
 
 
 def predict(candidate: Candidate, costs: Costs, request: Request, *, parts: bool = True) -> Prediction:
-    """Seconds of a step with their range, bytes of every worker, and where each number comes from.
+    """Seconds of a step with their range, bytes of every worker, and where each number comes from. The range
+    holds 95 % of the drawn steps, and what the costs do not know of themselves. ValueError as of `Layout`.
 
     Args:
         candidate: complete
         costs: of the micro-batch size that follows from it; without `profiles` there are no bytes, 0 each
         request: machines, mini-batch, optimizer
         parts: whether to say where the time goes, too
-
-    The range holds 95 % of the drawn steps, and what the costs do not know of themselves.
-
-    Raises:
-        ValueError: costs that know nothing of the size, of a kind of action or of the grid.
     """
     layout = Layout(candidate, costs, request)
     drawn = layout.drawn_s()
     step_s = median(drawn)
     edge = round(0.025 * (len(drawn) - 1))
-    held = _held(layout, request) if costs.profiles is not None else ()
+    beside = {"grid": layout.topology.describe()} if request.hosts > 1 else {}
+    held: tuple[StageMemory, ...] = ()
+    if costs.profiles is not None:
+        from gpipe_bench.planner.memory import Rooms
+
+        room = Rooms(layout.costs.profiles, request, lambda tp: (), split=candidate.splits)(candidate)
+        held = room.counted(candidate.cut, candidate.remat)
     workers = candidate.grid.pp
     return Prediction(
         candidate=candidate,
@@ -173,24 +152,14 @@ def predict(candidate: Candidate, costs: Costs, request: Request, *, parts: bool
         peak_bytes=tuple(each.peak for each in held) or (0,) * workers,
         peak_when=tuple(each.when for each in held) or ("",) * workers,
         parts_s=layout.parts_s(step_s) if parts else {},
-        provenance=dict(costs.provenance)
-        | ({"grid": layout.topology.describe()} if request.hosts > 1 else {}),
+        provenance={**costs.provenance, **beside},
     )
 
 
-def _held(layout: Layout, request: Request) -> tuple[StageMemory, ...]:
-    """The fullest moment of each worker."""
-    from gpipe_bench.planner.memory import Rooms
-
-    each, costs = layout.candidate, layout.costs
-    room = Rooms(costs.profiles, request, lambda tp: (), split=each.splits)(each)
-    return room.counted(each.cut, each.remat)
-
-
-# Where the time of a step goes: every device-second of workers x makespan has one reason. Idle time carries
-# no label: a stage may wait for a slow link, for a fuller stage, or because any pipeline fills and drains.
-# So the same step is laid out again under circumstances that lack one reason at a time, and the difference
-# is what that reason costs (the paper's overhead breakdown, v1 Figure 4, v5 section 3.1):
+# Where the time of a step goes: every device-second of workers x makespan has one reason. A stage may wait
+# for a slow link, for a fuller stage, or because any pipeline fills and drains: so the same step is laid out
+# again under circumstances that lack one reason at a time, and the difference is what that reason costs (the
+# paper's overhead breakdown, v1 Figure 4, v5 section 3.1):
 #
 #     the step itself      - what its actions, its weight update and its set-up fill is known
 #     with a free link     - the difference is communication
@@ -212,11 +181,7 @@ COLLECTIVES = "collectives"
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Device-seconds of one step by reason, exact; `seconds` has an entry for each of PARTS, and
-    for COLLECTIVES where the step has any.
-
-    `timeline` is the step that was taken apart.
-    """
+    """Exact device-seconds of the step `timeline` by reason: PARTS, and COLLECTIVES where it has any."""
 
     seconds: dict[str, Fraction]
     num_workers: int
@@ -234,37 +199,22 @@ class Breakdown:
 
 
 def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, **beside: Any) -> Breakdown:
-    """Attributes every device-second of the replayed step. Arguments, those `beside` the link too, and errors
-    are those of `replay`.
-    """
+    """Attributes every device-second of the replayed step. Arguments and errors are those of `replay`."""
     timeline = replay(schedule, action_s, link, **beside)  # which refuses what cannot be
-    duration_s, waits_s = duration_of(action_s), beside.pop("collective_s", None)
-    work: dict[Action, Any] = {action: Fraction(duration_s(action)) for action in schedule}
-    ends: dict[str, Any] = {n: [*map(Fraction, beside.pop(n, ()))] for n in ("setup_s", "update_s")}
-    setup, update = ends.values()
-    grid: dict[str, Any] = {
-        name: [
-            [type(one)(*(Fraction(getattr(one, field)) for field in one.__slots__)) for one in each]
-            for each in beside.pop(name)
-        ]
-        for name in ("gathers", "reductions")
-        if beside.get(name)
-    }
-    if waits_s is not None:
-        inside_s = duration_of(waits_s)
-        grid["collective_s"] = {action: Fraction(inside_s(action)) for action in schedule}
-    for name in ("activation_bytes", "gradient_bytes"):
-        beside[name] = [*map(Fraction, beside.get(name, ()))]
+    if (waits_s := beside.pop("collective_s", None)) is not None:
+        beside["collective_s"] = dict(zip(schedule, map(duration_of(waits_s), schedule), strict=True))
+    work = _exact(dict(zip(schedule, map(duration_of(action_s), schedule), strict=True)))
+    beside = _exact(beside)
+    setup, update = (beside.pop(name, []) for name in ("setup_s", "update_s"))
+    grid = {n: beside.pop(n) for n in ("gathers", "reductions", "collective_s") if beside.get(n)}
 
     def lay_out(
         actions: Mapping[Action, Any], through: Between, before: Any, after: Any, **more: Any
     ) -> Timeline:
-        """Lays the step out with times that are exact fractions, whatever types `replay` declares."""
-        return replay(
-            schedule, actions.__getitem__, through, setup_s=before, update_s=after, **beside, **more
-        )
+        ends = {"setup_s": before, "update_s": after}
+        return replay(schedule, actions.__getitem__, through, **ends, **beside, **more)
 
-    step = lay_out(work, _exact_link(link), setup, update, **grid)
+    step = lay_out(work, _exact(link), setup, update, **grid)
     free = lay_out(work, FREE, setup, update, **grid)
     alone = lay_out(work, FREE, setup, update) if grid else free
     ready = lay_out(work, FREE, (), update)
@@ -272,21 +222,21 @@ def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, *
     even_update = [sum(update) / schedule.num_workers / homes.count(home) for home in homes]
     even = lay_out(even_stages(work, schedule), FREE, (), even_update)
 
-    recompute = _total(seconds for action, seconds in work.items() if action.kind is Kind.R)
-    set_up = _total(setup)
-    idle = Fraction(step.idle_s)
+    recompute = sum(seconds for action, seconds in work.items() if action.kind is Kind.R)
+    worked, set_up, idle = sum(work.values()), sum(setup), Fraction(step.idle_s)
     communication = _lost(step, free, idle)
     # What actions wait for inside is not idle; with a slow link they begin later, and may wait for less.
-    waiting_inside = _total(event.duration_s for event in step.events) - _total(work.values())
-    known = _total(event.duration_s for event in free.events) - _total(work.values())
+    waiting_inside, known = (
+        sum(Fraction(e.duration_s) for e in each.events) - worked for each in (step, free)
+    )
     waiting_for_others = _lost(free, alone, idle - communication, known=known)
     rest = idle - communication - waiting_for_others
     waiting_for_setup = _lost(alone, ready, rest, known=set_up)
     imbalance = _lost(ready, even, rest - waiting_for_setup)
     seconds = {
-        "computation": _total(work.values()) - recompute,
+        "computation": worked - recompute,
         "recompute": recompute,
-        "weight update": _total(update),
+        "weight update": sum(update),
         "setup": set_up + waiting_for_setup,
         "communication": communication,
         "load imbalance": imbalance,
@@ -298,9 +248,7 @@ def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, *
 
 
 def even_stages(work: Mapping[Action, float], schedule: Schedule) -> dict[Action, float]:
-    """Spreads the same total work evenly: the same kind of work on a micro-batch takes every worker equally
-    long, and each of a worker's stages as long as its others.
-    """
+    """Spreads each kind of work on a micro-batch evenly over the workers, and over a worker's stages."""
     alike: dict[tuple[Kind, int], list[Action]] = {}
     for action in work:
         alike.setdefault((action.kind, action.microbatch), []).append(action)
@@ -321,15 +269,14 @@ def _lost(to: Timeline, instead: Timeline, idle: Fraction, known: Fraction = Fra
     return min(max(longer - known, Fraction(0)), idle)
 
 
-def _exact_link(given: Between) -> Between:
-    if not isinstance(given, Link):
-        return lambda a, b: _exact_link(given(a, b))  # type: ignore[return-value]  # of one link it is one
-    if given == FREE:
-        return given
-    latency_s, bandwidth = given.latency_s, given.bandwidth_bytes_per_s
-    exact: Any = [Fraction(latency_s), bandwidth if bandwidth == inf else Fraction(bandwidth)]
-    return replace(given, latency_s=exact[0], bandwidth_bytes_per_s=exact[1])
-
-
-def _total(values: Iterable[float]) -> Fraction:
-    return sum((Fraction(value) for value in values), Fraction(0))
+def _exact(value: Any) -> Any:
+    """The same in fractions: numbers, also in mappings, sequences, links, gathers and buckets."""
+    if isinstance(value, Link | Gather | Bucket):
+        return replace(value, **{each.name: _exact(getattr(value, each.name)) for each in fields(value)})
+    if isinstance(value, Mapping):
+        return {key: _exact(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_exact, value)]
+    if callable(value):
+        return lambda *workers: _exact(value(*workers))
+    return value if isinstance(value, str | bool) or value == inf else Fraction(value)

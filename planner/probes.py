@@ -8,32 +8,20 @@ steps of three micro-batches of every size, in ways that together have every kin
                                                        between actions, messages, the ends of a step
     whole     in each process, all layers one stage    what replicas take, and the sum of their gradients
 
-Nothing is fitted to steps: seconds of a step are used for nothing but its ends. The clock of a core is not to
-be trusted: on a shared machine it may run at half its speed a minute later. So before and after each of these
-steps the same reference step is taken, and what lies between two of them counts in units of it, at the
-reference's median speed.
+A shared machine may run at half its speed a minute later, so before and after each step the same reference
+step is taken, and seconds count at the reference's median speed. Replicas sum with the cores that compute;
+those that hold parts of the parameters (fsdp) take the same steps at both levels, on layers of their own:
 
-A stage of all layers takes longer than its layers add up to, and longer than stages of some of them say: the
-more there is between two uses of a weight or a gradient, the less of it is still near. And replicas sum over
-another way than messages take, with the cores that compute, parameter by parameter:
-
-    F0 B0 F1 B1 F2 B2=====       B0 makes gradients, B1 adds to them,
-                     sums        B2 adds and has the sums inside and behind it: what is longer than B1
-
-Those that hold parts of the parameters (fsdp) take the same steps at both levels, on layers of their own.
-torch's hooks around every layer make each pass longer, gathers and scatters of single layers stand in it
-(ZeRO-3) or in the first and the last one (ZeRO-2), and the optimizer's step of parts has a cost for each
-operation that says nothing of their size. All of that is timed as it is:
-
-    F0 B0 F1 B1 F2 B2=====       F1, B1: a pass with its hooks, and of ZeRO-3 with its gathers and scatters
-    ==                sums       once in a step: F0 over F1, B2 over B1, and what lies around all of them
+    F0 B0 F1 B1 F2 B2=====       B0 makes gradients, B1 adds to them; F1, B1: a pass as it is, of ZeRO-3 with
+    ==                sums       gathers and scatters. Once in a step: F0 over F1, B2 over B1, the ends
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -49,17 +37,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event
 from gpipe_bench.pipeline.plan.walk import transfers
-from gpipe_bench.pipeline.stage.trees import split
-from gpipe_bench.planner.costs import LEVELS, kinds_of
+from gpipe_bench.pipeline.stage.trees import flatten, split
+from gpipe_bench.planner.candidate import LEVELS
+from gpipe_bench.planner.costs import kinds_of
 from gpipe_bench.planner.model import Source
-from gpipe_bench.planner.timing import boundary_bytes, settle, time_step
 
 NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them
 ALONE = 2  # coarse stages where there is one process
 LEARNING_RATE = 1e-6
+COPIED_BYTES = 2**25
+CPU = torch.device("cpu")
 WAYS = (("gpipe", "always"), ("zb-h1", "never"))
 """Schedule and re-materialization of fine and coarse probes."""
 WHOLE_WAYS = (("1f1b", "always"), ("1f1b", "never"))
@@ -85,7 +75,7 @@ class ProbeJob(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """One action of a probe. `seconds` are at the reference's median speed."""
+    """One action of a probe."""
 
     stage: int
     kind: str
@@ -142,8 +132,7 @@ class Trained:
         """The optimizer's step of these layers, which have gradients; seconds of each."""
         found = {}
         for index in layers:
-            optimizer = self._optimizers[index]
-            if optimizer is not None:
+            if (optimizer := self._optimizers[index]) is not None:
                 devices.synchronize(device)
                 start_s = perf_counter()
                 optimizer.step()
@@ -184,9 +173,7 @@ class Bench:
         over: Mapping[str, Any] | None = None,
         layers: Sequence[nn.Module] | None = None,
     ) -> tuple[Pipeline, Callable[[], object]]:
-        """A pipeline of the layers, or of these, and its step, `over` a group or a mesh of processes, as
-        `Pipeline` has them; in this one alone if not given. Each replica has a mini-batch of its own.
-        """
+        """A pipeline of the layers, or of these, `over` processes as `Pipeline` is told, and its step."""
         number = schedule.num_microbatches
         pipeline = Pipeline(
             layers or self.layers, partition=cut, num_microbatches=number, schedule=schedule, **(over or {})
@@ -195,8 +182,7 @@ class Bench:
 
     def step(self, pipeline: Pipeline, size: int, number: int) -> Callable[[], object]:
         """Returns a function that runs a step of `number` micro-batches of that size."""
-        batch, target = self.job.source.batch(size * number, str(self.device))
-        return partial(pipeline.step, batch, target, self.loss)
+        return partial(pipeline.step, *self.job.source.batch(size * number, str(self.device)), self.loss)
 
     def reference(self) -> int:
         """Runs the reference step in all processes at once. Returns its number."""
@@ -209,10 +195,9 @@ class Bench:
 
     def everyone(self, mine: Any) -> list[Any]:
         """Returns the `mine` of all processes, in their order."""
-        if self.processes == 1:
-            return [mine]
-        found: list[Any] = [None] * self.processes
-        dist.all_gather_object(found, mine)
+        found = [mine] * self.processes
+        if self.processes > 1:
+            dist.all_gather_object(found, mine)
         return found
 
 
@@ -230,9 +215,7 @@ class _Probe(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step by the clock: the number of the reference before it, events of this process, and of all where
-    they share it.
-    """
+    """A step by the clock: the number of the reference before it, events of this process, and of all."""
 
     before: int
     wall_s: float
@@ -308,9 +291,7 @@ def _coarse(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[f
 
 
 def _whole(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[float]) -> Iterator[_Probe]:
-    """Yields probes with all layers, or a shard of all of them, in every process. The processes are replicas
-    of each other.
-    """
+    """Yields probes with all layers, or a shard of each, in every process; all are replicas."""
     if bench.processes == 1 or bench.device.type != "cpu":
         return
     cut = (range(len(cost)),)
@@ -363,11 +344,9 @@ def run_of(number: int, each: Any, step: Step, speed: float) -> ProbeRun:
             forward_s = median(event.duration_s for event in events if event.action.kind is Kind.F)
             beyond_s += first.duration_s - forward_s
     elif step.everyone:
-        gaps = [
-            after.start_s - event.end_s
-            for event, after in pairwise(events)
-            if not _receives(after.action, schedule.num_stages - 1)
-        ]
+        receivers = {message.target for message in transfers(schedule)}
+        pairs = [pair for pair in pairwise(events) if pair[1].action not in receivers]
+        gaps = [after.start_s - event.end_s for event, after in pairs]
         messages = _messages(schedule, step.everyone, each.boundary_bytes)
     else:
         beyond_s = 0.0
@@ -384,26 +363,84 @@ def run_of(number: int, each: Any, step: Step, speed: float) -> ProbeRun:
     )
 
 
-def _receives(action: Action, last: int) -> bool:
-    """Whether an action waits for another stage."""
-    if action.kind is Kind.F:
-        return action.stage > 0
-    return action.kind in (Kind.B, Kind.I) and action.stage < last
-
-
 def _messages(
     schedule: Schedule, events: Sequence[Event], boundary_bytes: Sequence[float]
 ) -> list[tuple[float, float]]:
     """Bytes and seconds of the messages whose receivers were waiting when they were sent."""
-    times = {event.action: event for event in events}
-    free_s = {
-        after: times[before].end_s for row in schedule.actions for before, after in pairwise(row)
-    }  # when the worker could have begun
-    return [
-        (
-            boundary_bytes[min(message.source.stage, message.target.stage)],
-            times[message.target].start_s - times[message.source].end_s,
-        )
-        for message in transfers(schedule)
-        if free_s.get(message.target, -inf) < times[message.source].end_s
-    ]
+    times, found = {event.action: event for event in events}, []
+    pairs = (pair for row in schedule.actions for pair in pairwise(row))
+    free_s = {after: times[before].end_s for before, after in pairs}  # when the worker could have begun
+    for source, target in transfers(schedule):
+        sent_s = times[source].end_s
+        if free_s.get(target, -inf) < sent_s:
+            found.append((boundary_bytes[min(source.stage, target.stage)], times[target].start_s - sent_s))
+    return found
+
+
+# By the clock: a GPU runs behind the host and another process may still be busy, so both are waited for.
+
+
+def settle() -> None:
+    """Spares collections between samples, a quarter of a second each, what lives by now."""
+    gc.collect()
+    gc.freeze()
+
+
+def time_step(
+    step: Callable[[], object] | None,
+    layers: Iterable[nn.Module],
+    *,
+    repeats: int = 1,
+    device: torch.device = CPU,
+) -> float:
+    """Seconds of one training step of `layers`, the mean of `repeats` in a row. It leaves their gradients.
+
+    What an earlier step left (gradients, garbage) is cleared first. All processes must call and begin
+    together; where `step` is None, this one only waits, which takes 0 s.
+    """
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+    gc.collect()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    if step is None:
+        return 0.0
+    devices.synchronize(device)
+    start_s = perf_counter()
+    for _ in range(repeats):
+        step()
+    devices.synchronize(device)
+    return (perf_counter() - start_s) / repeats
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a copy in memory, which is what a message between two processes of a host is."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    samples = []
+    for _ in range(6):
+        devices.synchronize(device)
+        start_s = perf_counter()
+        target.copy_(source)
+        devices.synchronize(device)
+        samples.append(perf_counter() - start_s)
+    return COPIED_BYTES / median(samples[1:])
+
+
+def boundary_bytes(layers: Sequence[nn.Module], microbatch: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes between each layer and the next: of distinct tensors, and of those that have a gradient."""
+    ahead, back = list[int](), list[int]()
+    was_training = [layer.training for layer in layers]
+    try:
+        for layer in layers:
+            layer.eval()  # must not move batch normalization's averages
+        with torch.no_grad():
+            for layer in layers[:-1]:
+                microbatch = layer(microbatch)
+                tensors = flatten(microbatch)[0]
+                ahead.append(sum(t.nbytes for t in tensors))
+                back.append(sum(t.nbytes for t in tensors if t.is_floating_point()))
+    finally:
+        for layer, training in zip(layers, was_training, strict=True):
+            layer.train(training)
+    return tuple(ahead), tuple(back)

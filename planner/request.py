@@ -1,14 +1,14 @@
 """The request for a plan: machines and the links between them, how the model is to be trained, and what
 a plan may choose (`Space`). The module `candidate` holds one choice of all, with its costs.
 
-"nvlink" and "infiniband" are generations of links; which one is meant follows from the accelerator. Ranks are
-counted as the plan's mesh has them, the pipeline outermost and tensor parallelism innermost:
+Ranks are counted as the plan's mesh has them, the pipeline outermost and tensor parallelism innermost, so
+what sends most is nearest:
 
     2 hosts of 4, mesh pp 2 x dp 2 x tp 2     host 0: pp 0, all of dp and tp     host 1: pp 1
 
-so what sends most is nearest. A host has `cards` network cards. A ring of ranks that lie on several hosts
-uses all of them at a time (NCCL's rails), unless other rings pass the same hosts: with tp 8 there are eight
-rings of fsdp, and each has one of eight cards. Only the standard library and `pipeline.plan` are imported.
+A ring of ranks over several hosts uses all network cards of a host at a time (NCCL's rails), unless other
+rings pass the same hosts: with tp 8 there are eight rings of fsdp, and each has one of eight cards. Only the
+standard library and `pipeline.plan` are imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from math import prod
 
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import NAMED, suggestion
-from gpipe_bench.planner.candidate import REMATS, Grid, Way, splits
+from gpipe_bench.planner.candidate import LEVELS, REMATS, Grid, Way, splits
 
 OPTIMIZERS = ("sgd", "rmsprop", "adam")
 PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16-pure")
@@ -29,23 +29,23 @@ PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16-pure")
 autocast's; float16 has a scaled loss. Pure has everything in bfloat16, the optimizer's state too."""
 
 RING_REACHES = 0.8
-"""Share of a link's bandwidth that a ring of large tensors reaches: 78 % on eight A100 over NVLink, 80 to
-82 % on eight H200 (stas00/ml-engineering, network/README.md, revision 744d01e). Small tensors wait for the
-latency, too."""
+"""Share of a link's bandwidth that a ring of large tensors reaches: 78 % on eight A100, 80 to 82 % on eight
+H200 (stas00/ml-engineering, network/README.md, revision 744d01e)."""
 
 MEASURED = "measured"
 """The device type of a plan for the device that this machine has, on which the layers are timed."""
 
 RESERVED_BYTES = 3 * 2**29
-"""1.5 GiB of an accelerator for what a process holds beside tensors: the device's context and loaded kernels
-(1 to 2 GB, 1.3 of them measured on a V100: Hugging Face, "Model training anatomy"), workspaces of matrix
-products (32 MiB a stream on an H100) and buffers of collectives. The allocator's fragments may need more.
+"""1.5 GiB of an accelerator for what a process holds beside tensors: context and loaded kernels (1 to 2 GB,
+1.3 of them measured on a V100: Hugging Face, "Model training anatomy"), workspaces of products (32 MiB a
+stream on an H100), buffers of collectives. The allocator's fragments may need more.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Machines and a way to train.
+    """Machines and a way to train. ValueError for a number below 1, hosts that do not divide the accelerators
+    or have nothing between them, an unknown optimizer or precision, or as much held back as there is.
 
     Args:
         accelerators: all of them, on all hosts
@@ -63,11 +63,6 @@ class Request:
         autocast: shards are gathered in 32 bits and cast by autocast, as on this engine; not in 16 bits, as
             FSDP's mixed precision does
         cards: network cards of a host; None for one for each accelerator where NVLink connects them, else 1
-
-    Raises:
-        ValueError: a number below 1, hosts that do not divide the accelerators or have nothing between them,
-            an unknown optimizer or precision, or
-            as much held back as there is.
     """
 
     accelerators: int
@@ -85,20 +80,13 @@ class Request:
     cards: int | None = None
 
     def __post_init__(self) -> None:
-        counts = {
-            "accelerators": self.accelerators,
-            "memory_bytes": self.memory_bytes,
-            "batch_size": self.batch_size,
-            "hosts": self.hosts,
-            "cards": self.cards_per_host,
-        }
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name} is {count}; give 1 or more")
+        for name in ("accelerators", "memory_bytes", "batch_size", "hosts", "cards_per_host"):
+            if getattr(self, name) < 1:
+                given = name.removesuffix("_per_host")
+                raise ValueError(f"{given} is {getattr(self, name)}; give 1 or more")
         if self.accelerators % self.hosts:
             raise ValueError(
-                f"{self.accelerators} accelerators cannot be spread evenly over {self.hosts} hosts; give a "
-                "number of hosts that divides them"
+                f"{self.accelerators} accelerators do not divide into {self.hosts} hosts; give a divisor"
             )
         if self.hosts > 1 and self.between is None:
             raise ValueError(f"{self.hosts} hosts have no link between them; give one, such as infiniband")
@@ -108,17 +96,14 @@ class Request:
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is {self.precision!r}; choose one of {', '.join(PRECISIONS)}")
         if not 0 <= self.held_back_bytes < self.memory_bytes:
-            raise ValueError(
-                f"{self.held_back_bytes / 2**30:g} GiB are held back of {self.memory_bytes / 2**30:g}"
-                ", for what is no tensor: give more memory, or hold back less (--reserve-gib)"
-            )
+            held, memory = (each / 2**30 for each in (self.held_back_bytes, self.memory_bytes))
+            raise ValueError(f"{held:g} GiB are held back of {memory:g}: hold back less (--reserve-gib)")
 
     @property
     def held_back_bytes(self) -> int:
         """Bytes of each accelerator that are reserved for what is no tensor."""
-        if self.reserve_bytes is not None:
-            return self.reserve_bytes
-        return RESERVED_BYTES if self.accelerated else 0
+        usual = RESERVED_BYTES if self.accelerated else 0
+        return usual if self.reserve_bytes is None else self.reserve_bytes
 
     @property
     def gathered_share(self) -> float:
@@ -142,9 +127,8 @@ class Request:
     @property
     def cards_per_host(self) -> int:
         """Network cards."""
-        if self.cards is not None:
-            return self.cards
-        return self.per_host if self.link.name.startswith("nvlink") else 1
+        usual = self.per_host if self.link.name.startswith("nvlink") else 1
+        return usual if self.cards is None else self.cards
 
     @property
     def per_host(self) -> int:
@@ -174,10 +158,7 @@ _GENERATIONS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
 
 
 def link_named(name: str, device_type: str = "") -> Link:
-    """The preset of that name, or the generation of it that goes with an accelerator.
-
-    `ValueError` for a name that neither is, or an accelerator that has none of it.
-    """
+    """The preset of that name, or its generation for an accelerator; ValueError for none."""
     if name in LINKS:
         return LINKS[name]
     if name not in _GENERATIONS:
@@ -191,10 +172,7 @@ def link_named(name: str, device_type: str = "") -> Link:
 
 
 def link_within(device_type: str) -> Link:
-    """Returns the default link between the accelerators of a host: NVLink where the card has it, else PCIe.
-
-    `ValueError` for TPUs, whose interconnect is no preset.
-    """
+    """The default link in a host: NVLink where the card has it, else PCIe; ValueError for TPUs."""
     if device_type.lower().startswith("tpu"):
         raise ValueError(f"what connects {device_type} is no preset; give one that is like it, or free")
     has_nvlink = device_type.lower().startswith(tuple(s for ours, _ in _GENERATIONS["nvlink"] for s in ours))
@@ -203,9 +181,7 @@ def link_within(device_type: str) -> Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Which link connects which ranks; a grid takes the machines' first ranks. `sums`, if known, replaces the
-    links between replicas in sums over them.
-    """
+    """Which link connects which of the first ranks; `sums`, if known, is that of sums over replicas."""
 
     request: Request
     grid: Grid
@@ -252,9 +228,7 @@ class Topology:
         return prod(getattr(self.grid, each) for each in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
 
     def _by_cards(self, link: Link, together: int) -> Link:
-        """A link between hosts, as seen by one of `together` ranks that send at the same time: the ranks of a
-        host share its network cards evenly, and one that sends alone has them all.
-        """
+        """A link between hosts, as seen by one of `together` ranks that share a host's network cards."""
         share = self.request.cards_per_host / min(together, self.request.per_host)
         if link is not self.request.between or share == 1:
             return link
@@ -268,10 +242,9 @@ class Topology:
         return min(links, key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s, link.name))
 
 
-# What may be chosen: grids, schedules, numbers of micro-batches. The accelerators are divided in every way
-# into pipelines, replicas and those that share a layer. Only this module leaves out what is never sensible:
-# naive pipelines; with one worker, all schedules but 1F1B (gradient accumulation); split backwards where
-# parameters are resharded between actions.
+# What may be chosen: grids, schedules, numbers of micro-batches. Only here is left out what is never
+# sensible: naive pipelines; with one worker, all schedules but 1F1B (gradient accumulation); split backwards
+# where parameters are resharded between actions.
 
 MOST_ACTIONS = 200_000
 """Most actions of a schedule that is tried; longer schedules differ from shorter ones by their ends only."""
@@ -280,6 +253,7 @@ MOST_ACTIONS = 200_000
 @dataclass(frozen=True, kw_only=True)
 class Space:
     """Limits to what is tried; by default there are none but on tensor parallelism, which needs a plan.
+    ValueError for an unknown schedule or `remat`.
 
     Args:
         schedules: names of `pipeline.plan.named.NAMED`
@@ -291,9 +265,6 @@ class Space:
         sharded: whether parameters may be sharded (fsdp)
         sharded_stages: whether those of a pipeline's stages may be, too
         fewer: whether a plan may use only some of the hosts, or only a part of one
-
-    Raises:
-        ValueError: an unknown schedule or `remat`.
     """
 
     schedules: tuple[str, ...] = tuple(name for name in NAMED if name != "naive")
@@ -308,14 +279,11 @@ class Space:
     fewer: bool = True
 
     def __post_init__(self) -> None:
-        for known, given, what in (
-            (NAMED, self.schedules, "schedule"),
-            (REMATS, self.remats, "re-materialization"),
-        ):
-            for name in given:
-                if name not in known:
-                    close = suggestion(name, known)
-                    raise ValueError(f"unknown {what} {name!r}{close}; known: {', '.join(known)}")
+        kinds = ((NAMED, self.schedules, "schedule"), (REMATS, self.remats, "re-materialization"))
+        for known, given, what in kinds:
+            for name in (each for each in given if each not in known):
+                close = suggestion(name, known)
+                raise ValueError(f"unknown {what} {name!r}{close}; known: {', '.join(known)}")
 
 
 def divisors(number: int) -> list[int]:
@@ -337,10 +305,9 @@ def grids(request: Request, space: Space) -> Iterator[Grid]:
                     continue
                 replicas = number // tp // pp
                 yield Grid(pp, replicas, tp=tp)
-                for shards in (
-                    divisors(replicas)[1:] if space.sharded and (pp == 1 or space.sharded_stages) else ()
-                ):
-                    yield from (Grid(pp, replicas // shards, shards, level, tp) for level in (2, 3))
+                sharded = space.sharded and (pp == 1 or space.sharded_stages)
+                for shards in divisors(replicas)[1:] if sharded else ():
+                    yield from (Grid(pp, replicas // shards, shards, level, tp) for level in LEVELS)
 
 
 def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
@@ -353,22 +320,15 @@ def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
             if grid.pp * per_worker > num_layers:
                 continue
             for count in divisors(share):
-                if space.microbatches is not None and count not in space.microbatches:
-                    continue
-                if share // count < space.least_examples:
-                    continue
-                if 3 * grid.pp * per_worker * count <= MOST_ACTIONS:
+                asked = space.microbatches is None or count in space.microbatches
+                short = 3 * grid.pp * per_worker * count <= MOST_ACTIONS
+                if asked and short and share // count >= space.least_examples:
                     yield Way(grid, name, per_worker, count, share // count)
 
 
 def splits_some(request: Request, space: Space) -> bool:
     """Whether some way splits its backward; profiles then cover the halves for all ways."""
     return space.pp != (1,) and not request.compiled and any(map(splits, space.schedules))
-
-
-def sizes_of(request: Request, space: Space, num_layers: int) -> Sequence[int]:
-    """The micro-batch sizes that a search asks the costs of."""
-    return sorted({way.microbatch_size for way in ways(request, space, num_layers)})
 
 
 def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str, int]]:
@@ -378,10 +338,8 @@ def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str
         yield from [("1f1b" if "1f1b" in plain else name, 1) for name in plain[:1]]
         return
     for name in space.schedules:
-        if splits(name) and (grid.fsdp_level == 3 or request.compiled):
-            continue
-        fixed = NAMED[name].stages_per_worker
-        yield from ((name, each) for each in ((2,) if fixed is None else (fixed,)))
+        if not (splits(name) and (grid.fsdp_level == 3 or request.compiled)):
+            yield name, NAMED[name].stages_per_worker or 2
 
 
 def check(request: Request, space: Space, num_layers: int) -> None:
@@ -390,20 +348,15 @@ def check(request: Request, space: Space, num_layers: int) -> None:
         return
     all_grids = list(grids(request, space))
     if not all_grids:
+        given = {name: " or ".join(map(str, getattr(space, name) or ())) for name in ("pp", "tp")}
         raise ValueError(
             f"no grid of {request.accelerators} accelerators has "
-            + " and ".join(
-                f"{name} of {' or '.join(map(str, given))}"
-                for name, given in (("pp", space.pp), ("tp", space.tp))
-                if given is not None
-            )
-            + ": give divisors of the accelerators, tp at most those of a host"
+            f"{' and '.join(f'{name} of {sizes}' for name, sizes in given.items() if sizes)}: give divisors "
+            "of the accelerators, tp at most those of a host"
         )
-    if all(grid.pp > num_layers for grid in all_grids):
-        least = min(grid.pp for grid in all_grids)
+    if (least := min(grid.pp for grid in all_grids)) > num_layers:
         raise ValueError(
-            f"cannot cut {num_layers} layers into {least} stages: use at most {num_layers} workers, or "
-            "split the layers further"
+            f"cannot cut {num_layers} layers into {least} stages: use at most {num_layers} workers"
         )
     fitting = sorted({grid.replicas for grid in all_grids if grid.pp <= num_layers})
     if all(request.batch_size % replicas for replicas in fitting):
@@ -422,10 +375,9 @@ def check(request: Request, space: Space, num_layers: int) -> None:
             )
     if space.least_examples > 1 and next(ways(request, replace(space, least_examples=1), num_layers), None):
         raise ValueError(
-            f"the model takes micro-batches of {space.least_examples} examples or more: give fewer "
-            "micro-batches, or a larger mini-batch"
+            f"the model takes {space.least_examples} examples a micro-batch or more: give fewer micro-batches"
         )
+    known = ", ".join(space.schedules)
     raise ValueError(
-        f"no schedule of {', '.join(space.schedules)} has {num_layers} layers' stages on these accelerators: "
-        "name others, such as 1f1b"
+        f"no schedule of {known} has stages of {num_layers} layers here: name others, such as 1f1b"
     )

@@ -1,8 +1,7 @@
 """Seconds of layers on an accelerator that is not here: a roofline over their operations.
 
-Each distinct layer runs once, forward and backward, on fake tensors of the micro-batch's size, with the
-attention of the accelerator, and every operation is noted with its multiplications and the bytes that it
-reads and writes. It takes the longest of
+Each distinct layer runs once, forward and backward, on fake tensors, and every operation is noted with its
+multiplications and the bytes that it reads and writes. It takes the longest of
 
     multiplications / (share x peak)      bytes / (share x bandwidth)      the start of a kernel
 
@@ -11,13 +10,9 @@ reaches in single large products, as somebody measured it (`Accelerator.reached`
 memory. A model's own products are of other shapes, and its kernels wait for each other: MIDDLE of that is
 predicted, and the range is from all of it to MIDDLE of the middle.
 
-What is compiled, for a TPU or by `torch.compile`, makes one kernel of the operations between two products:
-it reads what others made and writes what others read.
-
-I is what a backward takes for the gradients of the inputs alone, W the rest of it.
-
-Predictions for the paper's accelerators scale the same operations to other sizes of the micro-batch, so each
-also keeps the shapes of its tensors and of its matrix products.
+What is compiled, for a TPU or by `torch.compile`, makes one kernel of the operations between two products. I
+is what a backward takes for the gradients of the inputs alone, W the rest of it. Predictions for the paper's
+accelerators scale the same operations to other sizes, so each keeps the shapes of tensors and products, too.
 """
 
 from __future__ import annotations
@@ -25,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from itertools import groupby
+from itertools import count, groupby
 from math import prod
-from operator import add
+from operator import add, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +49,7 @@ KERNEL_S = 3.2e-6
 """Time from one kernel to the next where each kernel has little to do."""
 
 _aten: Any = torch.ops.aten
+_NUMBERS = count()
 _ROUNDS = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
 """How often a collective sends its whole tensor around the ring."""
 _UNMOVED = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh")
@@ -92,10 +88,7 @@ class Operation(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """The operations of a layer, and what it passes on.
-
-    `inputs` are those of a backward that goes for its inputs alone.
-    """
+    """The operations of a layer, also of a backward for its inputs alone, and what it passes on."""
 
     forward: list[Operation]
     backward: list[Operation]
@@ -107,20 +100,14 @@ def by_roofline(
     model: Model, request: Request, sizes: Sequence[int], device: Accelerator | None = None
 ) -> Costs:
     """Costs of a model at these micro-batch sizes on `device`, the request's accelerator if not given.
-
-    Raises:
-        ValueError: an accelerator that is not known, or cannot multiply in the request's precision.
+    ValueError for an accelerator that is not known, or cannot multiply in the request's precision.
     """
     device = device or accelerator(request.device_type, request.precision)
     fuses = request.compiled or device.fuses
 
     @cache
     def variant(size: int, tp: int, sharded: bool) -> SizeCosts | None:
-        try:
-            model.check_divisible(tp)
-        except ValueError:
-            return None
-        return one(size, tp, sharded)
+        return one(size, tp, sharded) if model.is_divisible(tp) else None
 
     def one(size: int, tp: int, sharded: bool) -> SizeCosts:
         read = HALF.get(request.precision) if sharded else None
@@ -148,13 +135,12 @@ def by_roofline(
             layers_s[inside(kind, "selective")] = list(map(add, layers_s[kind], again_s))
         passed_bytes = [each.outputs.num_bytes for each in plain[:-1]]
         rings: Any = ()
-        if (
-            tp > 1 and model.by_megatron
-        ):  # a layer sums twice each way, mixed precision what is in 16 bits yet
+        if tp > 1 and model.by_megatron:  # a layer sums twice each way, mixed precision in 16 bits
             share = 1.0 if request.precision not in HALF or read else 0.5
             rings = [([share * each] * 4, [share * each] * 4) for each in (*passed_bytes, 0.0)]
         elif tp > 1:
-            rings = [(_rounds(each.forward), _rounds(each.backward)) for each in plain]
+            ways = ((each.forward, each.backward) for each in plain)
+            rings = [tuple([step.sent for step in way if step.sent] for way in both) for both in ways]
         return SizeCosts(
             layers_s=layers_s,
             activation_bytes=passed_bytes,
@@ -238,9 +224,9 @@ def noted(
 ) -> Noted:
     """The operations of a layer on such inputs, in the precision of its activations.
 
-    `later` is a micro-batch whose gradients are added to those of an earlier one, as the paper's predictions
-    have them: what the layer hands on untouched has no gradient of its own, the backward for the inputs alone
-    is left out, and `_unsafe_view` is a copy.
+    `later` is a micro-batch that adds to earlier gradients, as in the paper's predictions: what the layer
+    hands on untouched has no gradient, the backward for inputs alone is left out, and `_unsafe_view` is a
+    copy.
     """
     autocast = HALF.get(precision)
     with FakeTensorMode(), attention_of(attention):
@@ -276,7 +262,8 @@ class _Notes(TorchDispatchMode):
         super().__init__()
         self.found = list[Operation]()
         self._unmoved = unmoved
-        self._alive: list[torch.UntypedStorage] = []  # so that no two of them have the same number
+        # Every storage with a number that no other one gets, and itself: a freed one's id would come again.
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
@@ -291,20 +278,12 @@ class _Notes(TorchDispatchMode):
             self.found += [Operation(0.0, False, {}, {}, sent=float(whole))] * rounds
             return output
         given, made = _tensors((args, kwargs)), _tensors(output)
-        self.found.append(
-            Operation(
-                _flops(func, args, kwargs, output),
-                any(tensor.itemsize == 2 for tensor in made[:1]),
-                self._bytes(given),
-                self._bytes(made),
-                _products(func, args, output),
-                tuple(
-                    (tuple(t.shape), t.itemsize, t.is_floating_point())
-                    for t in {id(t): t for t in (*given, *made)}.values()
-                ),
-                torch.Tag.pointwise in func.tags,
-            )
-        )
+        flops, products = _flops(func, args, kwargs, output), _products(func, args, output)
+        every = {id(t): t for t in (*given, *made)}.values()
+        tensors = tuple((tuple(t.shape), t.itemsize, t.is_floating_point()) for t in every)
+        is_half, alone = any(t.itemsize == 2 for t in made[:1]), torch.Tag.pointwise in func.tags
+        reads, writes = self._bytes(given), self._bytes(made)
+        self.found.append(Operation(flops, is_half, reads, writes, products, tensors, alone))
         return output
 
     def _bytes(self, tensors: Iterable[Tensor]) -> dict[int, float]:
@@ -312,9 +291,9 @@ class _Notes(TorchDispatchMode):
         found: dict[int, float] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._alive.append(storage)
-            known = found.get(id(storage), 0.0)
-            found[id(storage)] = float(min(known + tensor.numel() * tensor.itemsize, storage.nbytes()))
+            number, _ = self._storages.setdefault(id(storage), (next(_NUMBERS), storage))
+            known = found.get(number, 0.0)
+            found[number] = float(min(known + tensor.numel() * tensor.itemsize, storage.nbytes()))
         return found
 
 
@@ -324,9 +303,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> float:
-    """Counts the floating-point operations. Fused attention has two products of all pairs of tokens forward
-    and five backward, half as many if it is causal; other operations have what torch counts.
-    """
+    """As torch counts; fused attention has two products of all pairs ahead, five back; half if causal."""
     packet = func._overloadpacket
     if "_scaled_dot_product" in func.__name__:
         given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
@@ -335,9 +312,7 @@ def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> float:
         passes = 2.5 if "backward" in func.__name__ else 1.0
         seen = 0.5 if given.get("is_causal") else 1.0
         return float(2 * query[..., 0].numel() * key.size(-2) * channels * passes * seen)
-    if packet not in flop_registry:
-        return 0.0
-    return float(flop_registry[packet](*args, **kwargs, out_val=output))
+    return float(flop_registry[packet](*args, **kwargs, out_val=output)) if packet in flop_registry else 0.0
 
 
 def _products(func: Any, args: Any, output: Any) -> tuple[tuple[int, int, int, int], ...]:
@@ -362,8 +337,8 @@ def _products(func: Any, args: Any, output: Any) -> tuple[tuple[int, int, int, i
 
 def _gradient_bytes(outputs: Boundary) -> int:
     """Bytes of the gradients that come back for a layer's outputs."""
-    positions = [place for place in outputs.distinct if outputs.tensors[place].requires_grad]
-    return sum(outputs.tensors[place].num_bytes for place in positions)
+    tensors = (outputs.tensors[place] for place in outputs.distinct)
+    return sum(tensor.num_bytes for tensor in tensors if tensor.requires_grad)
 
 
 def _as_product(result: Sequence[int], weight: Sequence[int], groups: int) -> tuple[int, int, int]:
@@ -371,23 +346,14 @@ def _as_product(result: Sequence[int], weight: Sequence[int], groups: int) -> tu
     return result[0] * prod(result[2:]), weight[1] * prod(weight[2:]), weight[0] // groups
 
 
-def _rounds(operations: Sequence[Operation]) -> list[float]:
-    return [each.sent for each in operations if each.sent]
-
-
 def _kinds(layers: Sequence[Noted], device: Accelerator, *, fuses: bool) -> dict[str, list[float]]:
     """Seconds of each layer by kind."""
-    known: dict[int, tuple[float, float, float]] = {}
-    for each in layers:
-        if id(each) not in known:
-            forward, backward, inputs = (seconds(part, device, fuses=fuses) for part in each[:3])
-            known[id(each)] = forward, backward, min(inputs, backward)
-    rows = [known[id(each)] for each in layers]
-    ahead = [row[0] for row in rows]
-    return {
-        "F": ahead, "G": ahead, "R": ahead, "B": [row[1] for row in rows],
-        "I": [row[2] for row in rows], "W": [row[1] - row[2] for row in rows],
-    }  # fmt: skip
+    once = {id(each): each[:3] for each in layers}
+    distinct = {key: [seconds(part, device, fuses=fuses) for part in parts] for key, parts in once.items()}
+    ahead, back, inputs = (list(row) for row in zip(*(distinct[id(each)] for each in layers), strict=True))
+    inputs = list(map(min, inputs, back))
+    weights = list(map(sub, back, inputs))
+    return {"F": ahead, "G": ahead, "R": ahead, "B": back, "I": inputs, "W": weights}
 
 
 def seconds(operations: Sequence[Operation], device: Accelerator, *, fuses: bool = False) -> float:

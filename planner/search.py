@@ -3,10 +3,8 @@
 Of each group of ways, such as those of one grid and schedule, the best is kept, and its cut improved at the
 end. Most ways are never cut, because a bound says that no cut of theirs takes less than the steps that are
 kept: the work divided evenly and what stands around it (`about_s`), and how many of the model's blocks each
-worker has room and time for (`may_beat`). Ways that promise most are taken first, so that there is soon a
-step to beat.
-
-Step times are those of `steps`; `predict` gives ranges, parts and jitter for the few ways that are found.
+worker has room and time for (`may_beat`). Ways that promise most are taken first. Step times are those of
+`steps`; `predict` gives ranges, parts and jitter for the few ways that are found.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.workers import SharedWeight
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.planner.candidate import REMATS, Candidate, Grid, Way
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.memory import LATELY, Room, Rooms
@@ -67,7 +65,7 @@ class Found:
         """The stage that is fullest, and when."""
         way, worst = self.candidate, max(range(len(self.memory)), key=lambda worker: self.memory[worker].peak)
         home = "stage" if len(self.homes[worst]) == 1 else "worker"
-        kinds = set(self.candidate.remat)
+        kinds = {*way.remat}
         again = kinds.pop() if len(kinds) == 1 else "some"
         again = {"always": "everything", "never": "nothing"}.get(again, again)
         return (
@@ -77,8 +75,8 @@ class Found:
 
 
 class BlockKind(NamedTuple):
-    """A block with one recomputation: bytes of its worker beside all blocks, of each block, and of each for
-    every micro-batch under way; the seconds of a micro-batch.
+    """A block with one recomputation: bytes of a worker beside all blocks, of each, of each per micro-batch
+    under way; the seconds of a micro-batch.
     """
 
     base_bytes: float
@@ -92,9 +90,7 @@ class BlockKind(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The layers that most of a model are: how many, what one is with each recomputation, and the least
-    seconds in which a micro-batch passes one.
-    """
+    """The layers that most of a model are: their number, each one's kinds, the least seconds to pass one."""
 
     number: int
     kinds: tuple[BlockKind, ...]
@@ -127,21 +123,14 @@ class Search:
     skipped: int = 0
 
     def __post_init__(self) -> None:
-        self.cap = self.request.usable_bytes
-        self.room = Rooms(
-            self.costs.profiles,
-            self.request,
-            self.ties_over,
-            split=splits_some(self.request, self.space),
-        )
+        self.cap, split = self.request.usable_bytes, splits_some(self.request, self.space)
+        self.room = Rooms(self.costs.profiles, self.request, self.ties_over, split=split)
         self._steps, self._times = lru_cache(LATELY)(self._steps_of), cache(self._times_of)
         self._boundaries, self._live = cache(self._links_of), cache(self._live_of)
         self._blocks, self._block_bytes = cache(self._block_of), cache(self._block_bytes_of)
 
     def run(
-        self,
-        kept: int | None = KEPT,
-        of_each: Callable[[Way], Hashable] = grid_and_schedule,
+        self, kept: int | None = KEPT, of_each: Callable[[Way], Hashable] = grid_and_schedule
     ) -> tuple[Found, ...]:
         """The best of each group of ways, the fastest first, so many of them; none where nothing fits.
 
@@ -149,11 +138,8 @@ class Search:
             kept: groups of which the best is wanted; None for every group that has a way that fits
             of_each: the group of a way
         """
-        every = [
-            way
-            for way in ways(self.request, self.space, self.costs.num_layers)
-            if way.microbatch_size in self.costs.sizes
-        ]
+        possible = ways(self.request, self.space, self.costs.num_layers)
+        every = [way for way in possible if way.microbatch_size in self.costs.sizes]
         best: dict[Hashable, Found] = {}
         limit_s = inf
         for number, way in enumerate(sorted(every, key=self._promised_s)):
@@ -178,9 +164,9 @@ class Search:
 
         A micro-batch goes through all stages and back. All work is done by the workers, the sums of gradients
         begin with a last backward, and the optimizer follows. A stage begins when a micro-batch has been
-        through all before it, and ends as long before the end, so the k-th stage may take (1 - 1/M)^k of what
-        the first one may: with one stage per worker and whole backwards a step takes all the work of one
-        micro-batch / (1 - (1 - 1/M)^K).
+        through all before it, and ends as long before the end: with one stage per worker and whole backwards
+        the k-th may take (1 - 1/M)^k of what the first may, and a step takes all the work of one micro-batch
+        / (1 - (1 - 1/M)^K).
         """
         times, count, workers = self.times(way), way.num_microbatches, way.grid.pp
         whole = times.stage(0, times.num_layers)
@@ -205,9 +191,7 @@ class Search:
         return min((share * count * each * filled_s for each in takes_s), default=inf), about_s
 
     def may_beat(self, way: Way, below_s: float) -> bool:
-        """Whether workers have room and time for all blocks of a model within `below_s`; True where a model
-        has no blocks that are alike. A worker begins when a micro-batch has been through all before it.
-        """
+        """Whether workers, which begin when a micro-batch has passed earlier ones, can hold all blocks."""
         block = self.block(way)
         if block is None:
             return True
@@ -248,17 +232,14 @@ class Search:
     def _block_bytes_of(
         self, fsdp: int, dp: int, level: int, tp: int
     ) -> tuple[int, int, dict[str, tuple[float, float, float]]] | None:
-        """Where blocks begin, how many there are, and for each recomputation the bytes of a worker beside
-        them, of each, and of each for every example under way.
-        """
+        """Where blocks begin, their number, and bytes by recomputation as in `BlockKind`, per example."""
         grid, size = Grid(1, dp, fsdp, level, tp), min(self.costs.sizes)
         room = self.room(Way(grid, "gpipe", 1, 1, size))
         alike = [id(layer) for layer in room.layers]
         start = next((i for i in range(len(alike) - 3) if len({*alike[i : i + 4]}) == 1), None)
         if start is None:
             return None
-        found = {}
-        rooms = [self.room(Way(grid, "gpipe", 1, count, size)) for count in (1, 2)]
+        found, rooms = {}, [room, self.room(Way(grid, "gpipe", 1, 2, size))]
         for remat in REMATS:
             (few, more), (twice_few, twice) = (
                 [room.memory(0, (range(start, start + number),), (remat,)).peak for number in (2, 3)]
@@ -269,27 +250,22 @@ class Search:
         return start, alike.count(alike[start]), found
 
     def _live_of(self, name: str, workers: int, per_worker: int, count: int) -> tuple[int, ...]:
-        """Micro-batches of which each worker has all blocks under way at some time; about as many in a long
-        schedule as in a shorter one, unless those were all of them.
-        """
+        """Micro-batches of which each worker has all blocks under way at once, as in a shorter schedule."""
         few = min(count, 4 * workers)
         found = []
         for row in named(name, workers, few, stages_per_worker=per_worker).actions:
-            under_way = dict.fromkeys((action.stage for action in row), 0)
-            most = 0
-            for action in row:
-                if action.kind is not Kind.W:
-                    under_way[action.stage] += 1 if action.kind is Kind.F else -1
-                    most = max(most, min(under_way.values()))
+            under_way, most = dict.fromkeys((action.stage for action in row), 0), 0
+            for action in (action for action in row if action.kind is not Kind.W):
+                under_way[action.stage] += 1 if action.kind is Kind.F else -1
+                most = max(most, min(under_way.values()))
             found.append(count if most == few else most)
         return tuple(found)
 
     def best_of(self, way: Way, looks: int = 0, below_s: float = inf) -> Found | None:
         """A good cut of a way that fits, whose step takes less than `below_s`; None where none was found.
 
-        The cut is made with one receive ahead. What the transport holds beyond that is known of a whole cut
-        only: where it is too much, the way is cut anew, and every worker has as much less room as the last
-        cut's messages take.
+        What the transport holds beyond one receive ahead is known of a whole cut only: where it is too much,
+        the way is cut anew, and every worker has as much less room as the last cut's messages take.
         """
         room = self.room(way)
         if room.least_bytes() > self.cap:
@@ -297,14 +273,9 @@ class Search:
         caps = [self.cap] * way.grid.pp
         for _ in range(CUTS_ANEW):
             cut = best_cut(
-                self.schedule(way),
-                self.times(way),
-                self._steps(way).makespan_s,
-                fits=partial(_fits, room, caps),
-                remats=self.remats(way),
-                looks=looks,
-                below_s=below_s,
-            )
+                room.schedule, self.times(way), self._steps(way).makespan_s,
+                fits=partial(room.fits, caps), remats=self.remats(way), looks=looks, below_s=below_s,
+            )  # fmt: skip
             if cut is None or cut.step_s >= below_s:
                 break
             found = self.found(way, cut, room)
@@ -316,13 +287,11 @@ class Search:
         return None
 
     def remats(self, way: Way) -> tuple[str, ...]:
-        """Returns the recomputations that the way's stages may use, the fastest first. On one worker a whole
-        stage's recomputation overlaps no waiting; where every pass gathers, R gathers once more.
-        """
+        """The recomputations of the way's stages, the fastest first; with one worker none of whole stages."""
         known = [each for each in self.space.remats if each in self.costs.at(way.microbatch_size).remats]
         if way.grid.pp == 1 and "blocks" in known:
             return tuple(each for each in known if each not in ("except_last", "always"))
-        if way.grid.fsdp_level == 3:
+        if way.grid.fsdp_level == 3:  # where every pass gathers, R gathers once more
             return tuple(sorted(known, key=("never", "selective", "blocks").__contains__, reverse=True))
         return tuple(known)
 
@@ -335,38 +304,20 @@ class Search:
         """Seconds of a step."""
         times, cut, remat = self.times(candidate), candidate.cut, candidate.remat
         takes = [times.stage(span.start, span.stop, each) for span, each in zip(cut, remat, strict=True)]
-        return self._steps(candidate).makespan_s(
-            takes, remat, [times.message(span.start) for span in cut[1:]]
-        )
-
-    def schedule(self, way: Way) -> Schedule:
-        """Returns the schedule of the way, without recomputation."""
-        return self.room.rows(way).schedule
-
-    def boundaries(self, way: Way) -> tuple[Link, ...]:
-        """Returns the links between the way's stages."""
-        return self._boundaries(way.grid, way.schedule, way.stages_per_worker)
+        messages = [times.message(span.start) for span in cut[1:]]
+        return self._steps(candidate).makespan_s(takes, remat, messages)
 
     def times(self, way: Way) -> LayerTimes:
         """Returns the times of the layers in this way."""
         return self._times(way.grid, way.microbatch_size, way.splits)
 
     def _steps_of(self, way: Way) -> LongSteps:
-        def rows(count: int) -> Schedule:
-            return self.room.rows(way, count).schedule
-
-        return LongSteps(rows, way.num_microbatches, self.boundaries(way))
+        links = self._boundaries(way.grid, way.schedule, way.stages_per_worker)
+        return LongSteps(lambda count: self.room.rows(way, count).schedule, way.num_microbatches, links)
 
     def _links_of(self, grid: Grid, name: str, per_worker: int) -> tuple[Link, ...]:
         small = named(name, grid.pp, 1, stages_per_worker=per_worker)
-        homes = [small.worker(stage) for stage in range(small.num_stages)]
-        return Topology(self.request, grid).boundaries(homes)
+        return Topology(self.request, grid).boundaries([small.worker(k) for k in range(small.num_stages)])
 
     def _times_of(self, grid: Grid, size: int, split: bool) -> LayerTimes:
         return times_on(grid, self.costs, size, self.request, split=split)
-
-
-def _fits(
-    room: Room, left: list[int], worker: int, stages: tuple[range, ...], remat: tuple[str, ...]
-) -> bool:
-    return room.fits(worker, stages, remat, left[worker])

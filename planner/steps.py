@@ -1,23 +1,13 @@
 """How long a step takes, for many cuts of one model under one schedule, and which cut takes least.
 
 A search looks at hundreds of thousands of stages, so the seconds of any are a few look-ups (`LayerTimes`) and
-a step is one pass over lists of numbers (`QuickSteps`). A grid adds collectives to them (`Collectives`):
-
-    tensor parallel    a layer's work divided, two sums of its activations in F and in B that nothing hides
-    fsdp, level 3      parameters are gathered in every pass, beside the computation
-    fsdp, level 2      gathered once in a step, from its beginning on, beside the first forward
-    dp, fsdp           gradients are summed from the last backward on; what that does not hide comes after it
-
-Tensor parallelism adds up layer by layer. The others depend on which layers a stage has: they are computed
-once for each stage, as `predict` does in its replay, and cached.
-
-F is a forward, R its recomputation, B a whole backward, I and W its halves: the gradients of inputs and of
-weights.
+a step is one pass over lists of numbers (`QuickSteps`). What the collectives of a grid add depends on which
+layers a stage has: it is computed once for each stage, as `predict` does in its replay, and cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise, product
@@ -26,12 +16,12 @@ from typing import Any, NamedTuple
 
 from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.walk import execution_order
 from gpipe_bench.planner.candidate import REMATS, WRAPPED, Grid
 from gpipe_bench.planner.collectives import Collectives, forward_kind
-from gpipe_bench.planner.costs import Costs, ShardCosts, SizeCosts, inside
-from gpipe_bench.planner.request import Request, Topology
+from gpipe_bench.planner.costs import Costs, SizeCosts, inside
+from gpipe_bench.planner.request import Request
 
 
 def recomputed(remat: str, num_microbatches: int) -> int:
@@ -66,14 +56,12 @@ class LayerTimes:
         update_s: of the optimizer, of each layer; nothing if not given
         split: whether backwards are I and W, where the layers have them
         collectives: what a grid adds; nothing if not given
-        shards: what parameters in parts were timed to add
     """
 
     size: SizeCosts
     update_s: Sequence[float] = ()
     split: bool = True
     collectives: Collectives | None = None
-    shards: ShardCosts | None = None
     _stages: dict[tuple[int, int, str], StageTimes] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -81,11 +69,10 @@ class LayerTimes:
         return self.size.num_layers
 
     def action_s(self, kind: str, span: range, remat: str) -> float:
-        """Seconds of an action of a stage of these layers with this recomputation, its waits left out; `kind`
-        as in `costs.KINDS`, also of a step's first one.
-        """
+        """Seconds of an action of a stage of these layers, its waits left out; `kind` as in `kinds_of`."""
         takes_s = self.size.seconds(inside(kind, remat), span)
-        return takes_s if self.shards is None else max(0.0, takes_s + self.shards.more(kind, span))
+        shards = self.collectives.shards if self.collectives else None
+        return takes_s if shards is None else max(0.0, takes_s + shards.more(kind, span))
 
     def stage(self, start: int, stop: int, remat: str = "never") -> StageTimes:
         """Returns the times of a stage of layers start..stop - 1 with this recomputation."""
@@ -118,63 +105,51 @@ class LayerTimes:
         return forward_s + min(back_s[0], sum(back_s[1:]) if self.split else inf)
 
     def passed_s(self, boundary: int) -> float:
-        """Least seconds of a micro-batch on all layers before `boundary`: forward, and where backwards are
-        whole, back.
-        """
-        known, span = self.size.layers_s, range(boundary)
-        if not boundary:
-            return 0.0
-        back_s = 0.0 if self.split and "I" in known else self.size.seconds("B", span)
-        return self.size.seconds(forward_kind(known), span) + back_s
+        """Least seconds of a micro-batch on all layers before `boundary`: forward, and back in whole B."""
+        known = self.size.layers_s
+        kinds = (forward_kind(known), *("B" * (not (self.split and "I" in known))))
+        return sum(self.size.seconds(kind, range(boundary)) for kind in kinds) if boundary else 0.0
 
     def message(self, boundary: int) -> tuple[float, float]:
         """Bytes over a cut in front of layer `boundary`, forward and back."""
-        if not self.size.activation_bytes:
-            return 0.0, 0.0
-        ahead, back = self.size.activation_bytes, self.size.gradient_bytes or self.size.activation_bytes
-        return ahead[boundary - 1], back[boundary - 1]
+        ahead = self.size.activation_bytes
+        back = self.size.gradient_bytes or ahead
+        return (ahead[boundary - 1], back[boundary - 1]) if ahead else (0.0, 0.0)
 
 
 def times_on(grid: Grid, costs: Costs, microbatch_size: int, request: Request, *, split: bool) -> LayerTimes:
-    """The times of the layers on a grid for such micro-batches; `split` where a schedule has I and W.
-
-    ValueError for a size or a grid that the costs know nothing of.
-    """
+    """The times of the layers on a grid; ValueError for a size or a grid that the costs know nothing of."""
     costs = costs.on(microbatch_size, grid.tp, sharded=request.gathers_half(grid.fsdp))
-    near = Topology(request, grid, costs.sums_beside(request.link))
-    shards = costs.shards(microbatch_size, grid.fsdp, grid.fsdp_level, request.link)
-    ahead = request.accelerated  # a CPU gathers and computes in turn
-    collectives = Collectives(grid, near, costs, microbatch_size, split=split, ahead=ahead, shards=shards)
-    update_s = [each / grid.fsdp for each in costs.update_s] if shards is None else shards.update_s
-    return LayerTimes(costs.at(microbatch_size), update_s, split, collectives, shards)
+    more = Collectives(grid, request, costs, microbatch_size, split=split)
+    update_s = more.shards.update_s if more.shards else [each / grid.fsdp for each in costs.update_s]
+    return LayerTimes(costs.at(microbatch_size), update_s, split, more)
 
 
 class QuickSteps:
-    """Steps of a schedule without recomputation; what is recomputed is said for each step.
+    """Steps of a schedule without recomputation; what is recomputed is said for each step. `links` has one
+    for each boundary between stages, or is empty where messages take no time.
 
-    The replay lays out one step with all its events; a search asks for the end of thousands of steps. Which
-    action comes after which is then known beforehand, so all of it is put into lists of numbers once. The
-    same rules are taken to the same numbers as by the replay, but for a link whose two directions wait for
-    each other, where each direction is taken for itself: who comes first is not known before the times are.
-
-    `links` has a link for each boundary between stages, or is empty where messages take no time.
+    A search asks for the end of thousands of steps whose order of actions is known, so that is put into lists
+    of numbers once. The same rules lead to the same numbers as in the replay, but for a link whose two
+    directions wait for each other: each is taken for itself, as who comes first is not known beforehand.
     """
 
     def __init__(self, schedule: Schedule, links: Sequence[Link] = ()) -> None:
-        boundaries = range(schedule.num_stages - 1)
         self.schedule = schedule
-        self.links = tuple(links) or (FREE,) * len(boundaries)
+        self.links = tuple(links) or (FREE,) * (schedule.num_stages - 1)
         homes = self._homes = [schedule.worker(stage) for stage in range(schedule.num_stages)]
         # Which of the possible orders it is does not matter: messages leave a worker in the order of its row.
-        self._order = [(*coded(action), homes[action.stage]) for action in execution_order(schedule)]
+        self._order = [
+            (_CODES[a.kind], a.stage, a.microbatch, homes[a.stage]) for a in execution_order(schedule)
+        ]
         # Links from worker to worker by number, each direction for itself; -1 within a worker.
         numbers: dict[tuple[int, int], int] = {}
 
         def number(a: int, b: int) -> int:
             return -1 if a == b else numbers.setdefault((a, b), len(numbers))
 
-        self._ahead = [number(homes[stage], homes[stage + 1]) for stage in boundaries]
-        self._back = [number(homes[stage + 1], homes[stage]) for stage in boundaries]
+        self._ahead = [number(a, b) for a, b in pairwise(homes)]
+        self._back = [number(b, a) for a, b in pairwise(homes)]
         self._num_links = len(numbers)
 
     def makespan_s(
@@ -191,9 +166,9 @@ class QuickSteps:
             messages: bytes over each boundary between stages, forward and back; none if not given.
         """
         last, count = len(stages) - 1, self.schedule.num_microbatches
-        given = messages or [(0.0, 0.0)] * last
-        ahead_s = [link.occupied_s(size) for link, (size, _) in zip(self.links, given, strict=True)]
-        back_s = [link.occupied_s(size) for link, (_, size) in zip(self.links, given, strict=True)]
+        given = list(zip(self.links, messages or [(0.0, 0.0)] * last, strict=True))
+        ahead_s = [link.occupied_s(size) for link, (size, _) in given]
+        back_s = [link.occupied_s(size) for link, (_, size) in given]
         latency_s = [link.latency_s for link in self.links]
         forward_s, again_s, backward_s, inputs_s, weights_s, after_s, sums, gathers = zip(
             *stages, strict=True
@@ -256,9 +231,7 @@ class QuickSteps:
         return max(free)
 
     def _fetched(self, gathers: Sequence[tuple[Gather, ...]]) -> list[tuple[tuple[float, float], ...]]:
-        """Returns, for each stage, the share of its first forward after which each fetch is needed, and when
-        the fetch ends. Each worker fetches from the start of the step on, one after the other.
-        """
+        """For each stage, the shares of its first forward at which fetches are needed, and when those end."""
         ends, found = [0.0] * self.schedule.num_workers, []
         for worker, each in zip(self._homes, gathers, strict=True):
             there = []
@@ -270,10 +243,7 @@ class QuickSteps:
 
 
 class LongSteps:
-    """Steps of a schedule of many micro-batches, from two shorter ones: in between it repeats itself.
-
-    `rows` makes the schedule of so many micro-batches.
-    """
+    """Steps of a schedule (`rows`) of many micro-batches, from two shorter ones: it repeats itself."""
 
     def __init__(self, rows: Callable[[int], Schedule], num_microbatches: int, links: Sequence[Link]) -> None:
         workers = rows(1).num_workers
@@ -283,7 +253,7 @@ class LongSteps:
         self._steps = [QuickSteps(rows(count), links) for count in counts]
 
     def makespan_s(self, *step: Any) -> float:
-        """Same as `QuickSteps.makespan_s`; for a long schedule, extrapolated from two shorter ones."""
+        """Same as `QuickSteps.makespan_s`."""
         first, *more = (steps.makespan_s(*step) for steps in self._steps)
         return first + self._share * (more[0] - first) if more else first
 
@@ -299,16 +269,10 @@ def _waiting(needs: Sequence[tuple[float, float]], start_s: float, takes_s: floa
 _CODES = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
 
 
-def coded(action: Action) -> tuple[int, int, int]:
-    """Kind, stage and micro-batch as numbers."""
-    return _CODES[action.kind], action.stage, action.microbatch
-
-
 # The cut of a way under its schedule: each stage takes as many layers as a limit of seconds allows and its
 # worker has room for, with the least limit that places all of them; then layers move over one boundary at a
-# time while the step gets shorter. Memory is part of the cost and no check afterwards: a cut of even
-# seconds may fit with no recomputation that there is, where another one does. A stage recomputes the least
-# with which it fits; several stages of a worker recompute alike.
+# time while the step gets shorter. Memory is part of the cost: a cut of even seconds may fit under no
+# recomputation, where another one does. A worker's stages recompute the least with which they fit, all alike.
 
 NARROW = 2e-3
 """Relative precision to which the limit of seconds is narrowed down."""
@@ -338,7 +302,8 @@ def best_cut(
     looks: int = 0,
     below_s: float = inf,
 ) -> Cut | None:
-    """The cut with the shortest step that was found, None where none fits.
+    """The cut with the shortest step that was found, None where none fits. ValueError for more stages than
+    layers.
 
     Args:
         schedule: without recomputation, whatever its stages and workers.
@@ -347,10 +312,7 @@ def best_cut(
         fits: whether a worker has room; any has if not given.
         remats: what stages may recompute, what takes least first.
         looks: cuts to look at beyond the first.
-        below_s: what the step must take less than; where no cut can, that is found out before any is tried.
-
-    Raises:
-        ValueError: more stages than layers.
+        below_s: seconds that the step must stay below; a way whose cuts cannot is left before any is tried.
     """
     num_layers, homes = times.num_layers, [schedule.stages_of(w) for w in range(schedule.num_workers)]
     if schedule.num_stages > num_layers:
@@ -391,35 +353,38 @@ def best_cut(
         return inf if remat is None else times.stage(start, stop, remat).microbatch_s(remat)
 
     def in_time(stage: int, start: int, stop: int) -> bool:
-        """Whether a worker, once the first micro-batch has come through the stages before its own, has time
-        for all of them, and for the last one's way back through these.
-        """
+        """Whether a worker has time for all micro-batches, from the first one's way in to the last's out."""
         remat = least_remat(stage, (range(start, stop),))
-        if remat is None:
-            return False
-        return times.passed_s(start) + busy_s(range(start, stop), remat) < below_s
+        return remat is not None and times.passed_s(start) + busy_s(range(start, stop), remat) < below_s
 
     alone = not schedule.placement
     if alone and below_s < inf and not _fill(in_time, num_layers, schedule.num_stages):
         return None
     full = filled(stage_s, num_layers, schedule.num_stages) if alone else None
-    first = [full, *_even(times, schedule.num_stages)] if full else [*_even(times, schedule.num_stages)]
-    best = min(filter(None, map(look, dict.fromkeys(first))), key=lambda cut: cut.step_s, default=None)
+    work_s = [times.work_s(range(layer, layer + 1)) for layer in range(num_layers)]
+    even = (partition(each, schedule.num_stages) for each in (work_s, [1.0] * num_layers))
+    first = dict.fromkeys([full, *even] if full else even)
+    best = min(filter(None, map(look, first)), key=lambda cut: cut.step_s, default=None)
     known, left, changed = set(first), looks, True
     while best is not None and changed:
         changed = False
         for boundary, by in product(range(1, len(best.stages)), (-1, 1, -2, 2)):
-            ends = [span.start for span in best.stages] + [num_layers]
-            ends[boundary] += by
-            moved = spans(ends) if ends[boundary - 1] < ends[boundary] < ends[boundary + 1] else None
-            if moved is None or moved in known or left <= 0:
+            other = moved(best.stages, boundary, by)
+            if other is None or other in known or left <= 0:
                 continue
-            known.add(moved)
+            known.add(other)
             left -= 1
-            found = look(moved)
+            found = look(other)
             if found is not None and found.step_s < best.step_s:
                 best, changed = found, True
     return best
+
+
+def moved(cut: Partition, boundary: int, by: int) -> Partition | None:
+    """The cut with the end of stage `boundary` - 1 moved by so many layers; None if that empties a stage."""
+    ends = [span.start for span in cut] + [cut[-1].stop]
+    ends[boundary] += by
+    return spans(ends) if ends[boundary - 1] < ends[boundary] < ends[boundary + 1] else None
 
 
 def spans(ends: Sequence[int]) -> Partition:
@@ -427,17 +392,8 @@ def spans(ends: Sequence[int]) -> Partition:
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
-def _even(times: LayerTimes, stages: int) -> Iterator[Partition]:
-    """Yields two even cuts: by the seconds of the layers, and by their number."""
-    layers = range(times.num_layers)
-    yield partition([times.work_s(range(layer, layer + 1)) for layer in layers], stages)
-    yield partition([1.0] * len(layers), stages)
-
-
 def _fill(takes: Callable[[int, int, int], bool], num_layers: int, num_stages: int) -> Partition | None:
-    """Stages of as many layers as each one takes, which are fewer the earlier it begins; None where the last
-    takes less than all that are left.
-    """
+    """Stages of as many layers as each takes, fewer the earlier it begins; None where layers are left."""
     ends = [0]
     for stage in range(num_stages):
         low, high = ends[-1], num_layers - (num_stages - stage - 1)
@@ -453,26 +409,21 @@ def _fill(takes: Callable[[int, int, int], bool], num_layers: int, num_stages: i
 def filled(
     cost: Callable[[int, int, int], float], num_layers: int, num_stages: int, narrow: float = NARROW
 ) -> Partition | None:
-    """Stages filled up to the least limit of their cost (stage, first layer, end), which is found up to a
-    share `narrow` of it; None where they cannot be filled at all. Longer stages cost more, and the later a
-    stage begins the less it costs.
+    """Stages filled up to the least limit of their cost (stage, first layer, end), within a share `narrow`;
+    None where none holds them. Longer stages cost more, and earlier ones.
     """
 
     def within(limit: float) -> Partition | None:
         return _fill(lambda *stage: cost(*stage) <= limit, num_layers, num_stages)
 
-    best = within(_MOST)
+    best = within(1e300)  # less than what does not fit
     if best is None:
         return None
     low, high = 0.0, float(max(cost(stage, span.start, span.stop) for stage, span in enumerate(best)))
     while high - low > narrow * high:
         middle = (low + high) / 2
-        found = within(middle)
-        if found is None:
+        if (found := within(middle)) is None:
             low = middle
         else:
             best, high = found, middle
     return best
-
-
-_MOST = 1e300  # less than what does not fit

@@ -36,10 +36,17 @@ from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.measured import measured
 from gpipe_bench.planner.predict import Layout, predict
-from gpipe_bench.planner.probes import Bench, ProbeJob, Trained, probe, sharded_over
+from gpipe_bench.planner.probes import (
+    Bench,
+    ProbeJob,
+    Trained,
+    probe,
+    settle,
+    sharded_over,
+    time_step,
+)
 from gpipe_bench.planner.request import Request, Space
 from gpipe_bench.planner.search import Search
-from gpipe_bench.planner.timing import settle, time_step
 
 NUM_WORKERS = 2
 SEED = 1811

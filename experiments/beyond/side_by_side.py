@@ -67,7 +67,7 @@ def take_turns(
     from torch import distributed as dist
 
     from gpipe_bench.pipeline.clock import conditions
-    from gpipe_bench.planner.timing import CPU, settle, time_step
+    from gpipe_bench.planner.probes import CPU, settle, time_step
 
     timed = partial(time_step, layers=layers, device=device or CPU)
 

@@ -40,7 +40,7 @@ from gpipe_bench.pipeline.ranks.failure import nccl_options
 from gpipe_bench.pipeline.stage.split_backward import run_engine
 from gpipe_bench.pipeline.stage.tensors import MicrobatchState
 from gpipe_bench.pipeline.stage.trees import Message, flatten, split, tensors_of
-from gpipe_bench.planner.timing import boundary_bytes, copy_bandwidth, settle, time_step
+from gpipe_bench.planner.probes import boundary_bytes, copy_bandwidth, settle, time_step
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 ALONE, SHARED = "all stages in one process", "one stage per process"
@@ -451,9 +451,9 @@ def _timed(taken: _Taken, ahead: _Ahead, repeats: int) -> Seconds:
             ahead.hold(asked_s)
             begun_s = perf_counter()
             for position in range(first, first + len(KINDS)):
-                clock.start(position)
+                clock.note(2 * position)
                 taken.take(actions[position].kind)
-                clock.stop(position)
+                clock.note(2 * position + 1)
             asked_s = perf_counter() - begun_s
             if not first or ahead.was_enough(clock.times[2 * first]):
                 break

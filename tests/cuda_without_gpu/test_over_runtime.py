@@ -34,7 +34,7 @@ from gpipe_bench.pipeline import (
 from gpipe_bench.pipeline.memory.profile import precision
 from gpipe_bench.pipeline.ranks.failure import nccl_options
 from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.planner import timing
+from gpipe_bench.planner.probes import time_step
 
 pytestmark = pytest.mark.skipif(runtime() is None, reason="needs the runtime of nox -s cuda-without-gpu")
 HERE = Path(__file__).parent
@@ -187,7 +187,7 @@ def test_a_rank_takes_its_own_device_and_waits_for_messages_on_it() -> None:
 def a_timed_step_is_over_on_the_device() -> None:
     device = devices.exact("cuda")
     devices.hold(device, 0.01)
-    assert timing.time_step(lambda: devices.hold(device, BUSY_S), (), device=device) > BUSY_S / 2
+    assert time_step(lambda: devices.hold(device, BUSY_S), (), device=device) > BUSY_S / 2
 
 
 def seconds_of_a_layer_are_those_of_the_device() -> None:

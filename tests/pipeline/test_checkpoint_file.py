@@ -187,7 +187,7 @@ def test_options_of_a_group_must_be_those_of_all_its_parameters(tmp_path):
     checkpoint.load(tmp_path, pipeline, again)
     assert [group["lr"] for group in again.param_groups] == [0.5, 0.1, 1.0]
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(7))])
-    with pytest.raises(RuntimeError, match=r"have; give it those of `pipeline\.parameters\(\)`"):
+    with pytest.raises(RuntimeError, match=r"none of `pipeline\.parameters\(\)`"):
         checkpoint.save(tmp_path, pipeline, stranger)
     again.state[first] = {"before": [torch.ones(2)]}
     with pytest.raises(

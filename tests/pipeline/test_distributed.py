@@ -249,7 +249,7 @@ def arguments_that_do_not_fit() -> None:
     ranks = Ranks()
     with raises(ValueError, "4 ranks for 3 stages"):
         ranks.pipeline(seeded(mlp), num_stages=3)
-    with raises(ValueError, "transport= is how stages of one process"):
+    with raises(ValueError, "transport= is for stages of one process"):
         ranks.pipeline(seeded(mlp), transport=InProcess())
     with raises(ValueError, "rank 2 builds another pipeline than rank 0"):
         ranks.pipeline(seeded(mlp), seed=int(ranks.rank == 2))

@@ -50,6 +50,13 @@ def _around_a_cut() -> PortalSequential:
     return PortalSequential(*layers).double()
 
 
+def test_verify_compares_stages_that_hold_whole_portals() -> None:
+    """It compared the layer before the last one of the stage."""
+    pipeline = Pipeline(_around_a_cut(), num_stages=2, num_microbatches=2, partition=[5, 1])
+    data = torch.randn(2, 4, 3, dtype=torch.float64)
+    assert pipeline.verify(data[0], data[1], F.mse_loss) < 1e-9
+
+
 def _unet(dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)
     return MODELS["unet"](portals=True, **{**UNET, "dropout": dropout}).double()

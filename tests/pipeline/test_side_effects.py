@@ -461,7 +461,7 @@ def test_two_threads_in_one_pipeline() -> None:
     other = threading.Thread(target=pipeline.step, args=(*mlp_batch(4), loss_fn))
     other.start()
     assert inside.wait(20)
-    with pytest.raises(RuntimeError, match="in the middle of a step"):
+    with pytest.raises(RuntimeError, match="the pipeline is in a step"):
         pipeline.step(*mlp_batch(4), mse_loss)
     go_on.set()
     other.join()

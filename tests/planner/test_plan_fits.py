@@ -220,7 +220,7 @@ def test_more_of_anything_is_never_slower_and_a_choice_among_less_never_faster()
         ("broken", "failed with RuntimeError: no such thing"),
         ("no_layers", "returned layers of type list of 1: return an nn.Sequential"),
         ("indivisible", "returned type int as its fifth value"),
-        ("missing", "start from the folder that holds the module"),
+        ("missing", "start from the module's folder"),
     ],
 )
 def test_what_is_no_model_is_refused_in_one_line(name: str, said: str) -> None:

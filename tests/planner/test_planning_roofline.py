@@ -124,6 +124,13 @@ def test_layers_take_what_the_sheet_says_by_their_operations(precision: str) -> 
     assert seconds["F"][2] == pytest.approx(2 * size * elements / bandwidth)
 
 
+def test_no_two_layers_have_tensors_in_common() -> None:
+    """Tensors that lay where others had been counted as these: compiled layers took changing seconds."""
+    layers = [of(nn.Linear(WIDTH, WIDTH), ROWS, WIDTH).forward for _ in range(32)]
+    tensors = [{number for each in layer for number in (*each.reads, *each.writes)} for layer in layers]
+    assert sum(map(len, tensors)) == len(set().union(*tensors))
+
+
 def test_what_is_compiled_takes_less_time() -> None:
     plain, compiled = (costs_of(precision="bfloat16", compiled=each).layers_s for each in (False, True))
     assert compiled["F"][3] < 0.9 * plain["F"][3]  # the loss is with it

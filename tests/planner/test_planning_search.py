@@ -42,7 +42,8 @@ def test_what_is_found_fits_and_is_close_to_the_best_of_all(cap: int, names: tup
     search = search_of(request, Space(schedules=names, remats=("never", "always")))
     found, best_s = search.run(), float("inf")
     for way in ways(request, search.space, 6):
-        room, homes = search.room(way), [search.schedule(way).stages_of(w) for w in range(way.grid.pp)]
+        room = search.room(way)
+        homes = [room.schedule.stages_of(worker) for worker in range(way.grid.pp)]
         for inner in combinations(range(1, 6), way.num_stages - 1):
             cut = tuple(range(a, b) for a, b in pairwise((0, *inner, 6)))
             for remat in product(("never", "always"), repeat=len(cut)):

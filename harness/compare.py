@@ -25,8 +25,8 @@ from typing import Any
 
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Metric, interval_name
+from gpipe_bench.harness.reproduction import Unknown, Way, words
 from gpipe_bench.harness.units import convert, show
-from gpipe_bench.harness.unknowns import Unknown, Way, words
 from gpipe_bench.harness.verdict import (
     DIFFERS,
     NARROW,

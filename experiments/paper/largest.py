@@ -34,7 +34,7 @@ from gpipe_bench.experiments.paper.profiles import (
     of_depth,
     transformer,
 )
-from gpipe_bench.harness.unknowns import Value
+from gpipe_bench.harness.reproduction import Value
 from gpipe_bench.models import example_batch
 from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS, Column, column
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory

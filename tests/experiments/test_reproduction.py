@@ -30,12 +30,12 @@ from gpipe_bench.harness.reproduction import (
     Cell,
     Published,
     load_reproduction,
+    load_unknowns,
     of_quotient,
     predictor_errors,
     summed,
 )
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Boundary, Kind, Link, Profiler, gpipe, pipeline_memory
 from gpipe_bench.planner.accelerators import TPU_V2, Accelerator

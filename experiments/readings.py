@@ -99,8 +99,10 @@ def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool =
 
     Raises RuntimeError where the entries contradict themselves, and whatever the experiment stumbles over.
     """
-    entries, comparisons = judged(experiment, records)
-    computed = "" if experiment.reproduction is None else experiment.reproduction(entries, notes=not brief)
+    _, comparisons = judged(experiment, records)
+    computed = (
+        "" if experiment.reproduction is None else experiment.reproduction(comparisons, notes=not brief)
+    )
     shown = Shown(tuple(records), tuple(comparisons), reproduction=computed)
     if brief and shown.has_numbers:
         return shown

@@ -36,8 +36,9 @@ from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
 from gpipe_bench.harness.record import Record, encode, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, data_url, page_of
-from gpipe_bench.harness.reproduction import summed
+from gpipe_bench.harness.report.table import answer
 from gpipe_bench.harness.store import Problem, Store, latest, lines_of
+from gpipe_bench.harness.units import percent
 from gpipe_bench.harness.verdict import Comparison
 
 COMMAND = "nox -s report"
@@ -302,11 +303,11 @@ def summaries_of(records: Mapping[str, Sequence[Record]]) -> list[tuple[str, ...
             rows = {f"{table}, {unit}" if several else table: cells}
             rows[f"{table}, by the bubble's formula alone"] = reproduced.by_the_bubble(cells, fixed)
             for label, of in rows.items():
-                found = summed(of, fixed)
+                found = reproduced.summed(of, fixed)
                 lines += [
                     (
                         label,
-                        *(f"{found.counts[each]}" for each in ("agrees", "differs", "no test")),
+                        *(f"{found.counts[each]}" for each in reproduced.TESTED),
                         "-" if found.off is None else f"{100 * found.off:.0f} %",
                         "-" if found.rank is None else f"{found.rank:.2f}",
                         f"{found.directions} of {found.pairs}" if found.pairs else "-",
@@ -326,17 +327,17 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
         "even_idle": f"{100 * idle_share(2, 8):.1f} to {100 * idle_share(8, 32):.1f} %",
     }
     answers = [
-        cell.answer
+        answer(cell)
         for name in reproduced.SECONDS
         for cells, _ in reproduced.cells(records.get(name, ())).values()
         for cell in cells
     ]
     if answers:
         known = reproduced.errors()
-        found |= {f"computed.{each}": f"{answers.count(each)}" for each in ("agrees", "differs", "no test")}
+        found |= {f"computed.{each}": f"{answers.count(each)}" for each in reproduced.TESTED}
         found["computed.tested"] = f"{len(answers) - answers.count('no test')}"
-        found["error.ratios"] = reproduced.percent(known["ratios of speeds"].error)
-        found["error.bytes"] = reproduced.percent(known["bytes"].error)
+        found["error.ratios"] = percent(known["ratios of speeds"].error)
+        found["error.bytes"] = percent(known["bytes"].error)
     trained = records.get("consistency", ())
     same = of_case(trained, "done", part="same seed")
     if same:

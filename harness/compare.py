@@ -25,8 +25,8 @@ from typing import Any
 
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Metric, interval_name
-from gpipe_bench.harness.reproduction import Unknown, Way, words
-from gpipe_bench.harness.units import convert, show
+from gpipe_bench.harness.reproduction import Unknown, Way, load_reproduction, words
+from gpipe_bench.harness.units import convert, percent, show
 from gpipe_bench.harness.verdict import (
     DIFFERS,
     NARROW,
@@ -202,6 +202,12 @@ def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
     if ours.not_comparable:
         return {**held, "verdict": "not comparable", "reason": ours.not_comparable}
     allowed = ours.allowed or admitted(cell)
+    most = load_reproduction().error.no_test_above
+    if ours.error > most and cell.kind != "identity":
+        reason = (
+            f"our error of {percent(ours.error)} is above {100 * most:.0f} %, which is too large for a test"
+        )
+        return {**held, "verdict": "undecided", "reason": reason}
     computed = ours.record is not None and ours.record.is_computed
     verdict = _verdict(cell.kind, allowed, low, high, is_narrow=computed or narrow(low, high))
     factor = None

@@ -18,9 +18,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -35,7 +34,6 @@ Rule: TypeAlias = Literal["paper", "authors' code", "published reproduction", "c
 """Rules for a choice that the paper leaves open, in the order in which they apply."""
 Kind: TypeAlias = Literal["ratios of speeds", "speeds", "bytes"]
 """Numbers whose error is measured apart."""
-Answer: TypeAlias = Literal["agrees", "differs", "no test"]
 Text: TypeAlias = Annotated[str, Meta(pattern=r"\S")]
 Origin: TypeAlias = Annotated[str, Meta(pattern="^(v1|v5|code:|maker:|general:) ")]
 """A version of the paper, the authors' code, a maker's document or common knowledge, and the place there."""
@@ -284,132 +282,3 @@ def _root_mean_square(values: Sequence[float]) -> float:
 def of_quotient(error: float) -> float:
     """The error of a quotient of two predictions of this error, whose residuals are independent."""
     return math.expm1(math.sqrt(2) * math.log1p(error))
-
-
-# The verdict ------------------------------------------------------------------------------------------------
-
-
-class Cell(NamedTuple):
-    """A number of the paper beside ours.
-
-    Args:
-        row, column: as in paper.csv
-        paper: the number that is judged
-        rounding: how far it may be off
-        ours: None where there is none
-        error: of ours, as a factor less 1
-        why: why there is no test, where our number is missing or stands over one that is
-    """
-
-    row: str
-    column: str
-    paper: float
-    rounding: float
-    ours: float | None
-    error: float
-    why: str = ""
-
-    @property
-    def ratio(self) -> float | None:
-        """Our number over the paper's."""
-        return None if self.ours is None else self.ours / self.paper
-
-    @property
-    def answer(self) -> Answer:
-        """The answer by the rule of results/reproduction.toml."""
-        if self.ours is None or self.why or self.error > load_reproduction().error.no_test_above:
-            return "no test"
-        low, high = self.ours / (1 + self.error), self.ours * (1 + self.error)
-        meets = low <= self.paper + self.rounding and high >= self.paper - self.rounding
-        return "agrees" if meets else "differs"
-
-
-class Summed(NamedTuple):
-    """The four numbers of a table.
-
-    Args:
-        counts: of each answer
-        off: the median of |ours / paper - 1|; None without a number
-        rank: Spearman's correlation; None below three cells, or where all of one side are equal
-        directions: how many pairs of neighbours move as the paper's do
-        pairs: of how many
-    """
-
-    counts: dict[Answer, int]
-    off: float | None
-    rank: float | None
-    directions: int
-    pairs: int
-
-    def __str__(self) -> str:
-        counts = ", ".join(f"{number} {answer}" for answer, number in self.counts.items())
-        return "; ".join(filter(None, [counts, self.numbers]))
-
-    @property
-    def numbers(self) -> str:
-        """The summary's numbers that need no answer, in words."""
-        parts = []
-        if self.off is not None:
-            parts.append(f"median |ours / paper - 1| {100 * self.off:.0f} %")
-        if self.rank is not None:
-            parts.append(f"rank correlation {self.rank:.2f}")
-        if self.pairs:
-            parts.append(f"{self.directions} of {self.pairs} directions are the paper's")
-        return "; ".join(parts)
-
-
-def summed(cells: Sequence[Cell], fixed: Sequence[Cell] = ()) -> Summed:
-    """The four numbers of some cells, and of others that are 1 by definition, which have directions alone.
-
-    Neighbours are cells of one row in the order of columns, or of one column in the order of rows.
-    """
-    counts: dict[Answer, int] = {"agrees": 0, "differs": 0, "no test": 0}
-    for cell in cells:
-        counts[cell.answer] += 1
-    known = [cell for cell in cells if cell.ours is not None]
-    ratios = [abs(cell.ratio - 1) for cell in known if cell.ratio is not None]
-    right = pairs = 0
-    for one, other in _neighbours([*cells, *fixed]):
-        if one.paper != other.paper and one.ours is not None and other.ours is not None:
-            pairs += 1
-            right += (other.paper > one.paper) == (other.ours > one.ours) and other.ours != one.ours
-    return Summed(
-        counts,
-        median(ratios) if ratios else None,
-        rank_correlation([cell.paper for cell in known], [cell.ours or 0.0 for cell in known]),
-        right,
-        pairs,
-    )
-
-
-def _neighbours(cells: Sequence[Cell]) -> Iterable[tuple[Cell, Cell]]:
-    for of_line, along in (("row", "column"), ("column", "row")):
-        lines: dict[str, list[Cell]] = {}
-        for cell in cells:
-            lines.setdefault(getattr(cell, of_line), []).append(cell)
-        for line in lines.values():
-            numbered = [
-                (number, cell) for cell in line if (number := _number(getattr(cell, along))) is not None
-            ]
-            yield from pairwise(cell for _, cell in sorted(numbered, key=lambda each: each[0]))
-
-
-def _number(label: str) -> float | None:
-    """`8` of "K=8" and "pipeline-8"; a naive column comes first. None where a label has no number."""
-    digits = "".join(letter for letter in label.partition(" ")[0] if letter.isdigit())
-    return float(digits) - 0.5 * label.startswith("naive") if digits else None
-
-
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Spearman's, with mean ranks of equals; None below three numbers or where a side does not vary."""
-    if len(one) < 3 or len(set(one)) < 2 or len(set(other)) < 2:
-        return None
-    a, b = _ranks(one), _ranks(other)
-    middle = fmean(a)
-    covariance = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    return covariance / math.sqrt(sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b))
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]

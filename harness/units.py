@@ -106,6 +106,11 @@ def show_interval(low: float, high: float, unit: str) -> str:
     return f"[{show(low, unit).removesuffix(end)}, {show(high, unit).removesuffix(end)}]"
 
 
+def percent(error: float) -> str:
+    """`55 %`, `7.6 %`: so many digits that a reader can check an answer."""
+    return f"{100 * error:.{0 if error >= 0.1 else 1}f} %"
+
+
 def _digits(value: float, digits: int) -> str:
     if float(value).is_integer() and abs(value) < 1e6:
         return f"{value:.0f}"

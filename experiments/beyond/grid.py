@@ -216,7 +216,7 @@ def _over_cuts(ratios: Mapping[str, float]) -> Spread | None:
     if not ratios:
         return None
     part = Part(what="balanced by", low=min(ratios.values()), high=max(ratios.values()))
-    return Spread(low=part.low, high=part.high, parts=(part,), combinations=len(ratios))
+    return Spread(low=part.low, high=part.high, parts=(part,))
 
 
 def tables(records: Sequence[Record]) -> str:

@@ -39,7 +39,6 @@ from gpipe_bench.harness.report.table import (
     numbered,
     parts_of,
     range_text,
-    reason_text,
 )
 from gpipe_bench.harness.units import show
 from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Question
@@ -284,8 +283,7 @@ def cells_csv(tables: Sequence[TableView]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for cell in (row for table in tables for row in table.rows):
-        said = {"answer": answer(cell), "reason": reason_text(cell)}
-        writer.writerow([said[name] if name in said else getattr(cell, name) for name in COLUMNS])
+        writer.writerow([answer(cell) if name == "answer" else getattr(cell, name) for name in COLUMNS])
     return text.getvalue()
 
 
@@ -312,7 +310,7 @@ def html(page: Page) -> str:
     words = tables_of_words
     environment.filters.update(
         paper=words.paper_text, ours=words.ours_text, spread=words.spread_text, ratio=words.ratio_text,
-        answer=answer, why=reason_text, key=lambda cell: "|".join(cell.key),
+        answer=answer, key=lambda cell: "|".join(cell.key),
         capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
         marked=_marked, breakable=_breakable,
     )  # fmt: skip

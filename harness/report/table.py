@@ -15,11 +15,9 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from gpipe_bench.harness.paper import SENTENCES
-from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import Grid, fill
-from gpipe_bench.harness.reproduction import load_reproduction
-from gpipe_bench.harness.units import show, show_interval, show_with_interval
-from gpipe_bench.harness.verdict import JUDGED, QUESTIONS, Comparison, Verdict
+from gpipe_bench.harness.units import percent, show, show_interval, show_with_interval
+from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Verdict
 
 Answer = Literal["agrees", "follows", "differs", "no test", "not judged", "not run"]
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
@@ -41,28 +39,7 @@ MEANINGS: Mapping[Answer, str] = {
 
 def answer(cell: Comparison) -> Answer:
     """The one word for what a comparison says."""
-    return "no test" if _is_too_uncertain(cell) else WORDS[cell.verdict]
-
-
-def reason_text(cell: Comparison) -> str:
-    """Why the answer is that word."""
-    if not _is_too_uncertain(cell):
-        return cell.reason
-    error, most = _error_of(cell), load_reproduction().error.no_test_above
-    return (
-        f"our error of {reproduced.percent(error)} is above {100 * most:.0f} %, which is too large for a test"
-    )
-
-
-def _is_too_uncertain(cell: Comparison) -> bool:
-    """Whether it was computed with an error above what results/reproduction.toml takes for a test."""
-    if not cell.is_computed or cell.verdict not in JUDGED or cell.kind == "identity":
-        return False
-    return _error_of(cell) > load_reproduction().error.no_test_above
-
-
-def _error_of(cell: Comparison) -> float:
-    return reproduced.error_of(cell.table, cell.row, cell.ours)
+    return WORDS[cell.verdict]
 
 
 Part = Literal["as published", "here", "others' numbers"]
@@ -299,8 +276,8 @@ def range_text(entry: Comparison, digits: int = 4) -> str:
 
 def spread_text(entry: Comparison) -> str:
     """How far ours may be off: `+- 55 %` of what was computed, `3.1 to 4.2 GB`, or the interval."""
-    if entry.is_computed and entry.parts:
-        return f"+- {reproduced.percent(_error_of(entry))}"
+    if entry.entry is not None and entry.is_computed and entry.parts:
+        return f"+- {percent(entry.entry.error)}"
     if (over := range_text(entry)) or entry.low is None or entry.high is None:
         return over
     return show_interval(entry.low, entry.high, entry.unit)

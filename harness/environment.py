@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.harness import ROOT
+from gpipe_bench.harness.processes import run
 
 PACKAGES = ("experiments", "harness", "models", "pipeline", "planner")
 
@@ -88,17 +89,15 @@ def _software() -> dict[str, Any]:
 def code_state(root: Path) -> dict[str, Any]:
     """A digest of the sources and, where `root` is a git work tree, its commit and changes."""
 
-    def git(*arguments: str) -> bytes | None:
+    def git(*arguments: str) -> str:
         return _said("git", "--no-optional-locks", "-C", os.fspath(root), *arguments)
 
     known: dict[str, Any] = {"git_commit": None, "git_dirty": None, "code_sha256": source_digest(root)}
-    top = git("rev-parse", "--show-toplevel")
-    if top is None or Path(os.fsdecode(top.strip())).resolve() != root:
+    top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
+    if not commit or Path(top).resolve() != root:
         return known  # also where it is installed inside another repository
-    commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=normal")
-    known["git_commit"] = None if commit is None else commit.decode().strip()
-    known["git_dirty"] = None if status is None else bool(status.strip())
-    return known
+    is_dirty = bool(git("status", "--porcelain", "--untracked-files=normal"))
+    return {**known, "git_commit": commit, "git_dirty": is_dirty}
 
 
 def source_digest(root: Path, parts: Sequence[str] = PACKAGES) -> str:
@@ -132,30 +131,23 @@ def _torch() -> dict[str, Any]:
 
 def _numerics(torch: Any) -> dict[str, Any]:
     """Settings that decide a GPU's speed and precision: an H100 multiplies eight times as fast in TF32."""
-    cudnn = torch.backends.cudnn
+    cudnn, nccl = torch.backends.cudnn, None
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    version = None
+    with contextlib.suppress(RuntimeError):  # another version than torch was built with: not our error
+        version = int(cudnn.version()) if cudnn.is_available() else None
     return {
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "matmul_allow_tf32": torch.backends.cuda.matmul.allow_tf32,
         "cudnn_allow_tf32": cudnn.allow_tf32,
-        "cudnn_version": _cudnn_version(cudnn),
+        "cudnn_version": version,
         "cudnn_enabled": cudnn.enabled,
         "cudnn_benchmark": cudnn.benchmark,
         "cudnn_deterministic": cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if _has_nccl(torch) else None,
+        "nccl_version": nccl,
     }
-
-
-def _cudnn_version(cudnn: Any) -> int | None:
-    with contextlib.suppress(
-        RuntimeError
-    ):  # another version than torch was built with; that is not our error
-        return int(cudnn.version()) if cudnn.is_available() else None
-    return None
-
-
-def _has_nccl(torch: Any) -> bool:
-    return bool(torch.distributed.is_available() and torch.distributed.is_nccl_available())
 
 
 _NOW = (
@@ -171,11 +163,8 @@ def _driver() -> list[dict[str, str]] | None:
 
 
 def _of_gpus(asked: Sequence[str]) -> list[dict[str, str]] | None:
-    said = _said("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader")
-    if said is None:
-        return None
-    lines = said.decode(errors="replace").strip().splitlines()
-    return [dict(zip(asked, map(str.strip, line.split(",")), strict=False)) for line in lines]
+    lines = _said("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader").splitlines()
+    return [dict(zip(asked, map(str.strip, line.split(",")), strict=False)) for line in lines] or None
 
 
 def _now() -> dict[str, Any]:
@@ -193,8 +182,8 @@ def _cpu_model() -> str | None:
         name, _, value = line.partition(":")
         if name.strip() in ("model name", "Model"):
             return value.strip()
-    said = _said("sysctl", "-n", "machdep.cpu.brand_string") if sys.platform == "darwin" else None
-    return (said or b"").decode(errors="replace").strip() or platform.processor() or None
+    said = _said("sysctl", "-n", "machdep.cpu.brand_string") if sys.platform == "darwin" else ""
+    return said or platform.processor() or None
 
 
 def _cgroup_cpus() -> float | None:
@@ -208,13 +197,13 @@ def _cgroup_memory_gib() -> float | None:
     return round(int(limit) / 2**30, 2) if limit.isdigit() else None
 
 
-def _said(*command: str) -> bytes | None:
-    """Output of a command; None where there is none, or it refuses."""
+def _said(*command: str) -> str:
+    """Output of a command; empty where there is none, or it refuses."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=10, check=False, stdin=subprocess.DEVNULL)
+        done = run(command, 10)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _read(path: str) -> str:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions, select
+from gpipe_bench.harness.processes import SETTLE_S, check, held, number_of
 from gpipe_bench.harness.record import FINAL, Record
-from gpipe_bench.harness.signals import SETTLE_S, check, held, number_of
 from gpipe_bench.harness.store import Problem, Store, StoreError, latest, lines_of
 from gpipe_bench.harness.workers import Here, Workers
 

@@ -27,8 +27,8 @@ from typing import NoReturn
 
 from gpipe_bench.harness.environment import environment, usable_cores
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.processes import started, starting
 from gpipe_bench.harness.record import SCHEMA, Record, decode, encode, printable
-from gpipe_bench.harness.signals import started, starting
 from gpipe_bench.harness.units import UNITS
 
 MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone

@@ -31,7 +31,7 @@ import psutil
 
 from gpipe_bench.experiments.guard.command import Command, CommandArm
 from gpipe_bench.harness.guard import ARMS, Sample
-from gpipe_bench.harness.programs import program, run
+from gpipe_bench.harness.processes import program, run
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # an answer that takes longer is a hang

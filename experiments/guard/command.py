@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_bench.harness.guard import ARMS, LOOKS, Sample
-from gpipe_bench.harness.programs import run
+from gpipe_bench.harness.processes import run
 
 TIMEOUT_S = 60.0
 NEEDED_RUNS = 2 * len(ARMS) * LOOKS[0]

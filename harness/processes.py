@@ -1,4 +1,5 @@
-"""SIGINT and SIGTERM end a command, whatever it is doing, with all processes that it has started.
+"""Starts programs that are not ours, and ends a command by SIGINT and SIGTERM, whatever it is doing, with all
+processes that it has started.
 
                  .--> handler in the main thread: raises `Stopped`, and everything is left in good order
     signal ------|
@@ -15,9 +16,11 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
+from subprocess import DEVNULL, PIPE
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +92,10 @@ class _Stop:
     def end_family(self) -> None:
         """Ends what was ours when the signal came, and what was started since."""
         for process in {*self.family, *_descendants()}:
-            _kill(process)
+            import psutil  # which has found it
+
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 _active: _Stop | None = None
@@ -216,8 +222,29 @@ def _descendants() -> list[psutil.Process]:
     return found
 
 
-def _kill(process: psutil.Process) -> None:
-    import psutil
+# Programs that are not ours
 
-    with contextlib.suppress(psutil.Error):
-        process.kill()
+
+@contextlib.contextmanager
+def program(command: str | Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A running program, given as words or as a line for the shell; gone after the block, whatever ends that,
+    with all that it has started. It leads a session of its own, so that a keyboard's interrupt reaches it
+    through us. `options` are those of `subprocess.Popen`.
+    """
+    is_line = isinstance(command, str)
+    with subprocess.Popen(
+        command, shell=is_line, stdin=DEVNULL, start_new_session=True, **options
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(command: str | Sequence[str], timeout_s: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """What a program said, and its status. Raises subprocess.TimeoutExpired."""
+    streams: dict[str, Any] = {"stdout": PIPE, "stderr": PIPE, "text": True, "errors": "replace"}
+    with program(command, **streams, **options) as process:
+        out, err = process.communicate(timeout=timeout_s)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -14,8 +14,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of
-from gpipe_bench.experiments.guard.command import Command, CommandArm, check_numbers, check_time
+from gpipe_bench.experiments.guard.arms import (
+    Arm,
+    Built,
+    Command,
+    CommandArm,
+    Subject,
+    WorkerError,
+    arms_of,
+    check_numbers,
+    check_time,
+)
 from gpipe_bench.harness.guard import (
     ARMS,
     CPU_MARGIN,

@@ -22,6 +22,7 @@ from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.guard import arms as guard_arms
 from gpipe_bench.experiments.guard.arms import (
     Arm,
+    Command,
     WorkerError,
     arms_of,
     base_tree,
@@ -29,7 +30,6 @@ from gpipe_bench.experiments.guard.arms import (
     merge_base,
     subject_of,
 )
-from gpipe_bench.experiments.guard.command import Command
 from gpipe_bench.experiments.guard.run import Finding, measure
 
 

@@ -231,7 +231,7 @@ class Subject:
         except subprocess.TimeoutExpired as error:
             raise ValueError(f"--build {self.build!r} has not ended for {BUILD_TIMEOUT_S} s") from error
         if done.returncode:
-            said = " / ".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+            said = _tail(done.stderr or done.stdout)
             raise ValueError(
                 f"--build {self.build!r} failed with status {done.returncode} in {where}: {said}"
             )
@@ -443,16 +443,10 @@ def _remove_left(root: Path) -> None:
 def merge_base(root: Path, ref: str) -> str:
     """The commit where HEAD left `ref`.
 
-    Raises ValueError, with the remedy, without git or a repository, for an unknown revision, and where the
-    history that was fetched does not reach the common commit.
+    Raises ValueError, with the remedy, for an unknown revision, and where the history that was fetched does
+    not reach the common commit.
     """
-    try:
-        is_shallow = _git(root, "rev-parse", "--is-shallow-repository") == "true"
-    except ValueError as error:
-        raise ValueError(
-            f"{root} is no git repository that can be read ({error}); "
-            "two revisions are compared, so run this in a clone"
-        ) from error
+    is_shallow = _git(root, "rev-parse", "--is-shallow-repository") == "true"
     try:
         commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
     except ValueError as error:

@@ -183,10 +183,8 @@ def load(path: Path) -> dict[str, Any]:
     """The file's content. Raises ValueError, naming file and remedy, where there is none that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} does not exist; write it with --update") from error
+        if isinstance(content, dict):
+            return content
+        raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read: {error}; write it anew with --update") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object; write it anew with --update")
-    return content

@@ -30,10 +30,9 @@ from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.record import Record, encode, printable
 from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.report.table import answer
-from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experiment
+from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experiment, sensible_jobs
 from gpipe_bench.harness.store import Store, latest
 from gpipe_bench.harness.verdict import JUDGED, Comparison
-from gpipe_bench.harness.workers import sensible_jobs
 from gpipe_bench.pipeline.plan.named import suggestion
 
 TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # torch reads it when it is loaded

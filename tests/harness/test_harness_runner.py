@@ -18,8 +18,7 @@ from gpipe_bench.harness import environment
 from gpipe_bench.harness import experiment as experiments
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.runner import BarReporter, Reporter, reporter, run_experiment
-from gpipe_bench.harness.workers import sensible_jobs
+from gpipe_bench.harness.runner import BarReporter, Reporter, reporter, run_experiment, sensible_jobs
 
 
 def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):

@@ -35,7 +35,7 @@ from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Wo
 from gpipe_bench.harness.environment import usable_cores
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.rounds import Usage, turns
-from gpipe_bench.harness.workers import memory_error
+from gpipe_bench.harness.runner import memory_error
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.plan.links import Link

@@ -9,7 +9,7 @@ interval excludes 1 the machine did not hold still, and whatever else the case f
 once more with more rounds; void again, it is contaminated, and nothing of it is judged. The control's reach
 is the noise floor: a ratio that is no further from its bound than identical code was from 1 is within the
 noise, whatever its own interval says, because an interval of rounds does not see what differs between
-variants for as long as they live. (The guard keeps the same rule, `harness/guard.py`.)
+variants for as long as they live. (The guard keeps the same rule, `harness/rounds.py`.)
 """
 
 from __future__ import annotations

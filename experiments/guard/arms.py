@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from gpipe_bench.harness.guard import ARMS, LOOKS, Sample
 from gpipe_bench.harness.processes import program, run
+from gpipe_bench.harness.rounds import ARMS, LOOKS, Sample
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # an answer that takes longer is a hang

@@ -25,11 +25,13 @@ from gpipe_bench.experiments.guard.arms import (
     check_numbers,
     check_time,
 )
-from gpipe_bench.harness.guard import (
+from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.rounds import (
     ARMS,
     CPU_MARGIN,
     LOOKS,
     MARGIN,
+    SAMPLE_S,
     THRESHOLD,
     Change,
     Judgement,
@@ -38,12 +40,11 @@ from gpipe_bench.harness.guard import (
     confirmed,
     differs_from_itself,
     needs_another_run,
+    repeats_for,
     run_rounds,
     twice,
     verdict_of,
 )
-from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.rounds import SAMPLE_S, repeats_for
 
 BUDGET_S = 150.0
 """Seconds for all that is timed, so that a whole run stays within three minutes on a busy machine too."""

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from gpipe_bench.experiments.commands.report import build
 from gpipe_bench.experiments.paper.table1_shown import table as table1
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.experiments.report import build
 from gpipe_bench.harness import PUBLISHED, REFERENCE, ROOT
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.report.grid import between

@@ -11,12 +11,12 @@ other. Everything here that is timed beside something else takes its turns in th
 engines, rates of a link, revisions under the guard. Each process notes what the machine's cores did meanwhile
 (`Usage`), so that disturbed timings show. psutil is imported only for that.
 
-Below it is judged whether a program became slower. What counts is the median over rounds of the ratio *within*
-a round, with a bootstrap interval over rounds, and only beyond `THRESHOLD`: stored times of another day, means
-of blocks and significance without a least effect all cry wolf on shared machines. A second process of the old
-version, the control, has to agree with the first: where identical code differs, nothing was proven. Rounds are
-looked at up to three times, after fixed numbers; looking whenever one likes would raise false alarms. Time is
-what is compared, so a change of +0.05 means five percent slower.
+Below it is judged whether a program became slower. What counts is the median over rounds of the ratio
+*within* a round, with a bootstrap interval over rounds, and only beyond `THRESHOLD`: stored times of another
+day, means of blocks and significance without a least effect all cry wolf on shared machines. A second process
+of the old version, the control, has to agree with the first: where identical code differs, nothing was
+proven. Rounds are looked at up to three times, after fixed numbers; looking whenever one likes would raise
+false alarms. Time is what is compared, so a change of +0.05 means five percent slower.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from gpipe_bench.experiments.commands.output import (
     print_line,
     say,
 )
+from gpipe_bench.experiments.drawing import draw
 from gpipe_bench.experiments.readings import Shown, screen, select_records, shown_of
 from gpipe_bench.experiments.registry import PROFILES, load, program
-from gpipe_bench.experiments.report import draw
 from gpipe_bench.harness import short_path
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.record import Record, encode, printable

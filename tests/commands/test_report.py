@@ -18,18 +18,11 @@ from fake_experiment import EXPERIMENT as FAKE
 from records import metric, record
 
 from gpipe_bench.experiments import registry
-from gpipe_bench.experiments import report as report_build
 from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import report as report_build
 from gpipe_bench.experiments.commands.output import DONE
-from gpipe_bench.experiments.report import (
-    answers,
-    build,
-    draw,
-    drawn,
-    readings,
-    sources,
-    table_infos,
-)
+from gpipe_bench.experiments.commands.report import answers, build, readings, sources, table_infos
+from gpipe_bench.experiments.drawing import draw, drawn
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.paper import load_paper, of_the_paper
 from gpipe_bench.harness.report import reproduced
@@ -277,7 +270,7 @@ def test_the_reference_figures_show_the_reference_records(machine):
 @pytest.mark.parametrize("name", registry.EXPERIMENTS)
 def test_the_figures_of_the_reference_records_can_be_drawn_again(name, tmp_path, monkeypatch):
     """As small as they can be: what they show is looked at, and here only that they can be made."""
-    monkeypatch.setattr("gpipe_bench.experiments.report.DOTS_PER_INCH", 10)
+    monkeypatch.setattr("gpipe_bench.experiments.drawing.DOTS_PER_INCH", 10)
     experiment = registry.load(name)
     found, _ = sources(experiment, [("reference", MACHINE)])
     paths = draw(experiment, found[0].records, tmp_path)

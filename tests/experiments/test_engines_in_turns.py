@@ -27,10 +27,10 @@ from gpipe_bench.experiments.beyond.trainings import (
     job_of,
     own_engines,
 )
+from gpipe_bench.experiments.commands.report import build
 from gpipe_bench.experiments.engines.checks import verify
 from gpipe_bench.experiments.engines.setup import Setup, resolve
 from gpipe_bench.experiments.paper.timed.steps import run_processes
-from gpipe_bench.experiments.report import build
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Record

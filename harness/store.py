@@ -19,7 +19,7 @@ import errno
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -186,6 +186,14 @@ def latest(records: Iterable[Record]) -> dict[str, Record]:
         found.pop(record.identity, None)  # so that the order is that of the last records, too
         found[record.identity] = record
     return found
+
+
+def select_records(records: Sequence[Record], revision: int, profile: str | None) -> list[Record]:
+    """The latest record of each case at this revision; without `profile`, of the latest one."""
+    current = [record for record in records if record.revision == revision]
+    if profile is None and current:
+        profile = current[-1].profile
+    return list(latest(record for record in current if record.profile == profile).values())
 
 
 def _append_whole(fd: int, line: bytes) -> None:

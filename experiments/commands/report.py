@@ -21,7 +21,6 @@ from gpipe_bench.experiments.commands.output import DONE, print_line, warn
 from gpipe_bench.experiments.drawing import FAILURES, Picture, pictures_of
 from gpipe_bench.experiments.paper.consistency.judging import exact
 from gpipe_bench.experiments.paper.consistency.tables import beyond_the_margin, spreads
-from gpipe_bench.experiments.readings import judged, readable
 from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
 from gpipe_bench.harness import REFERENCE, short_path
 from gpipe_bench.harness.environment import environment_facts
@@ -30,7 +29,7 @@ from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, cells_csv, html, page_of
-from gpipe_bench.harness.report.table import answer
+from gpipe_bench.harness.report.table import answer, judged, readable
 from gpipe_bench.harness.store import Problem, Store, latest, lines_of, write_whole
 from gpipe_bench.harness.units import percent
 from gpipe_bench.harness.verdict import Comparison

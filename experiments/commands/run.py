@@ -23,15 +23,14 @@ from gpipe_bench.experiments.commands.output import (
     say,
 )
 from gpipe_bench.experiments.drawing import draw
-from gpipe_bench.experiments.readings import Shown, screen, select_records, shown_of
 from gpipe_bench.experiments.registry import PROFILES, load, program
 from gpipe_bench.harness import short_path
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.record import Record, encode, printable
 from gpipe_bench.harness.report.grid import SCREEN, within
-from gpipe_bench.harness.report.table import answer
+from gpipe_bench.harness.report.table import Shown, answer, screen, shown_of
 from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experiment, sensible_jobs
-from gpipe_bench.harness.store import Store, latest
+from gpipe_bench.harness.store import Store, latest, select_records
 from gpipe_bench.harness.verdict import JUDGED, Comparison
 from gpipe_bench.pipeline.plan.named import suggestion
 
@@ -197,7 +196,7 @@ def _own_engine(asked: str, experiment: Experiment) -> str:
 
 def _shown(experiment: Experiment, options: RunOptions, store: Store, result: RunResult) -> Shown:
     """Results on record for these options, also from earlier runs, and those this run could not write."""
-    stored = select_records(store.load(experiment.name).records, experiment, options.profile)
+    stored = select_records(store.load(experiment.name).records, experiment.revision, options.profile)
     wanted = experiment.relevant(options)
     known = [record for record in stored if record.options == wanted]
     records = list(latest([*known, *result.records]).values())  # on a full disk new ones are not stored

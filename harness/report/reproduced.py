@@ -18,7 +18,7 @@ from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.paper import SENTENCES, load_paper, of_the_paper
 from gpipe_bench.harness.record import REPRODUCTION, Record, of_case
 from gpipe_bench.harness.report.grid import fill, numbers_text
-from gpipe_bench.harness.report.table import Answer, answer
+from gpipe_bench.harness.report.table import Answer, answer, is_beside
 from gpipe_bench.harness.reproduction import Kind, PredictorError, Published, of_quotient, predictor_errors
 from gpipe_bench.harness.units import convert, percent, show
 from gpipe_bench.harness.verdict import Comparison, Part, Result, Spread
@@ -236,21 +236,6 @@ def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     return correlation(*ranks)
 
 
-def covers(cell: Comparison) -> bool:
-    """Whether `text` has shown the number: it is computed, or stands beside one and is not judged. Computed
-    sentences are not in it; what repeats another number need not be shown.
-    """
-    if cell.is_computed:
-        return cell.table != SENTENCES or not cell.counted
-    return _is_beside(cell)
-
-
-def _is_beside(cell: Comparison) -> bool:
-    """Whether it ran here at another size than the paper's, so that it is shown and not judged."""
-    is_cell = cell.table != SENTENCES and cell.source == "paper" and cell.question == "here"
-    return is_cell and cell.entry is not None and bool(cell.entry.context)
-
-
 def text(comparisons: Sequence[Comparison], *, notes: bool = False) -> str:
     """Each table of the paper, computed at its size and run here side by side, and the four numbers of both.
 
@@ -261,7 +246,7 @@ def text(comparisons: Sequence[Comparison], *, notes: bool = False) -> str:
         notes: also what is to be said of single numbers
     """
     computed = [cell for cell in comparisons if cell.is_computed]
-    tables, beside = _by_table(computed), _by_table(filter(_is_beside, comparisons))
+    tables, beside = _by_table(computed), _by_table(filter(is_beside, comparisons))
     parts = [
         _table(table, unit, tables.get((table, unit)), beside.get((table, unit)), notes=notes)
         for table, unit in sorted({*tables, *beside})

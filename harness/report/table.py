@@ -12,12 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import SENTENCES
-from gpipe_bench.harness.report.grid import Grid, fill
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.report.grid import SCREEN, Grid, fill, within
 from gpipe_bench.harness.units import percent, show, show_interval, show_with_interval
-from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Verdict
+from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Result, Verdict
 
 Answer = Literal["agrees", "follows", "differs", "no test", "not judged", "not run"]
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
@@ -332,3 +335,121 @@ def counts_lines(cells: Iterable[Comparison]) -> list[str]:
         if (of := [cell for cell in counted if cell.question == question])
     ]
     return lines or ["nothing counted"]
+
+
+# Everything about some records of an experiment
+
+T = TypeVar("T")
+
+UNREADABLE = (
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError,
+)  # fmt: skip
+"""Errors of an experiment that reads records which another program wrote."""
+MOST_SCREEN = 100
+"""Lines of tables beside the paper's; half as many of a text without its numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Results of some records of one experiment, computed once for all readers.
+
+    `comparisons` has one for every entry, and one for every number of the same tables that nobody produced.
+    """
+
+    records: tuple[Record, ...]
+    comparisons: tuple[Comparison, ...]
+    text: str = ""
+    reproduction: str = ""
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether any number of ours stands beside one of the paper."""
+        return any(cell.ours is not None for cell in self.comparisons)
+
+
+def is_shown_computed(cell: Comparison) -> bool:
+    """Whether `reproduced.text` has shown the number: it is computed, or stands beside one and is not judged.
+    Computed sentences are not in it; what repeats another number need not be shown.
+    """
+    if cell.is_computed:
+        return cell.table != SENTENCES or not cell.counted
+    return is_beside(cell)
+
+
+def is_beside(cell: Comparison) -> bool:
+    """Whether it ran here at another size than the paper's, so that it is shown and not judged."""
+    is_cell = cell.table != SENTENCES and cell.source == "paper" and cell.question == "here"
+    return is_cell and cell.entry is not None and bool(cell.entry.context)
+
+
+def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool = False) -> Shown:
+    """The experiment's entries beside the paper's numbers, and its text.
+
+    A `brief` one is what a screen takes: no text where there are numbers.
+
+    Raises RuntimeError where the entries contradict themselves, and whatever the experiment stumbles over.
+    """
+    _, comparisons = judged(experiment, records)
+    computed = (
+        "" if experiment.reproduction is None else experiment.reproduction(comparisons, notes=not brief)
+    )
+    shown = Shown(tuple(records), tuple(comparisons), reproduction=computed)
+    if brief and shown.has_numbers:
+        return shown
+    tables = experiment.tables
+    others = [cell for cell in comparisons if not (computed and is_shown_computed(cell))]
+    parts = [
+        computed,
+        text_table(others) if others or tables is None else "",
+        "" if tables is None else tables(records),
+    ]
+    text = "\n\n".join(filter(None, parts))
+    return Shown(tuple(records), tuple(comparisons), text, computed)
+
+
+def judged(experiment: Experiment, records: Sequence[Record]) -> tuple[list[Result], list[Comparison]]:
+    """The experiment's entries and what they come to; see `shown_of`."""
+    entries = experiment.cells(records)
+    try:
+        return entries, compare(entries, whole=experiment.paper_tables)
+    except ValueError as error:  # not the user's mistake, so it must not look like bad usage
+        raise RuntimeError(f"the cells of {experiment.name} can't be compared") from error
+
+
+def screen(shown: Shown, whole: str) -> str:
+    """A screen of it; `whole` is the command that shows all. Where the paper has no numbers for it, the first
+    tables of its text.
+    """
+    if shown.has_numbers:
+        others = [cell for cell in shown.comparisons if not (shown.reproduction and is_shown_computed(cell))]
+        with within(SCREEN):
+            *tables, counts = short_text(others).split("\n\n") if others else [""]
+        parts = (shown.reproduction, _cut(tables, MOST_SCREEN), counts, f"ranges and footnotes: {whole}")
+        return "\n\n".join(filter(None, parts))
+    with within(SCREEN):
+        lines = shown.text.splitlines()
+        tables = "\n".join(line if "  " in line else fill(line) for line in lines).split("\n\n")
+    text = _cut(tables, MOST_SCREEN // 2)
+    return text if text.endswith(tables[-1]) else f"{text}\n\nall of it: {whole}"
+
+
+def _cut(tables: Sequence[str], most: int) -> str:
+    """As many tables as fit into `most` lines, and a line that says how many lines are left out."""
+    kept = list(tables[:1])
+    for table in tables[1:]:
+        if "\n\n".join([*kept, table]).count("\n") > most:
+            left = "\n\n".join(tables[len(kept) :]).count("\n") + 1
+            return "\n\n".join([*kept, f"... {left} more lines"])
+        kept.append(table)
+    return "\n\n".join(kept)
+
+
+def readable(name: str, show: Callable[[], T]) -> tuple[T | None, str]:
+    """Result of `show`, or why the experiment of that name can't read its records: another program, or a
+    version that was never released, may have written them.
+    """
+    try:
+        return show(), ""
+    except UNREADABLE as error:
+        cause = error.__cause__ or error
+        return None, f"{name} can't be shown: {type(cause).__name__}: {cause}"

@@ -20,12 +20,12 @@ from gpipe_bench.experiments.paper.table3 import EXPERIMENT
 from gpipe_bench.experiments.paper.timed import steps as timed_steps
 from gpipe_bench.experiments.paper.timed.results import PCIE, Steps, replayed, results
 from gpipe_bench.experiments.paper.timed.workloads import Configuration, fitted_microbatch, peak_bytes
-from gpipe_bench.experiments.readings import shown_of
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.report.table import shown_of
 from gpipe_bench.harness.store import Store
 
 

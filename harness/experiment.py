@@ -2,8 +2,7 @@
 
 An experiment is data and a few pure functions; the harness decides what to run, keeps what came out and
 calls the functions that turn records into answers, tables and figures. All but `run` work without a
-device and without torch. What is shown is data until somebody draws: a report knows a plot's caption without
-drawing it, and needs to know no experiment by name.
+device and without torch.
 """
 
 from __future__ import annotations
@@ -157,11 +156,8 @@ def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[C
         for value in wanted:
             if value not in allowed:
                 raise ValueError(f"no case has {key}={value}; allowed: {', '.join(allowed)}")
-    chosen = [
-        case
-        for case in cases
-        if all(key in case.key and text(case.key[key]) in wanted for key, wanted in only.items())
-    ]
+    fits = lambda case, key: key in case.key and text(case.key[key]) in only[key]  # noqa: E731
+    chosen = [case for case in cases if all(fits(case, key) for key in only)]
     if not chosen:
         asked = " ".join(f"{key}={'|'.join(wanted)}" for key, wanted in only.items())
         raise ValueError(f"no case has {asked} together; drop one of them")

@@ -114,9 +114,8 @@ class PaperNumber:
         """How far `value` may be off: half a unit of the last printed digit, or the error of the file."""
         if self.exact or self.form == "words":
             return 0.0
-        if self.error is not None and not self.corrected_printed:
-            return self.error
-        return parse_printed(self.printed, self.unit)[1]
+        by_digits = self.error is None or self.corrected_printed
+        return parse_printed(self.printed, self.unit)[1] if by_digits else self.error or 0.0
 
     @property
     def corrected_value(self) -> float | None:
@@ -126,8 +125,7 @@ class PaperNumber:
     @property
     def target(self) -> float:
         """The value to be held to: the corrected one where the paper's own erratum gives it."""
-        corrected = self.corrected_value
-        return self.value if corrected is None else corrected
+        return self.value if self.corrected_value is None else self.corrected_value
 
     @property
     def target_rounding(self) -> float:
@@ -196,7 +194,7 @@ def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
             given: dict[str, Any] = {name: text for name, text in row.items() if text}  # the others: defaults
             given["corrected_printed"] = given.pop("corrected_value", "")
             if "exact" in given:
-                given["exact"] = {"yes": True}.get(given["exact"], given["exact"])
+                given["exact"] = given["exact"] == "yes" or given["exact"]
             if "same_as" in given:
                 given["same_as"] = given["same_as"].split("|")
             cell = cells[line] = msgspec.convert(given, PaperNumber, strict=False)

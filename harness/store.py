@@ -26,7 +26,6 @@ from pathlib import Path
 from gpipe_bench.harness.record import Record, decode, encode
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
-_BINARY = getattr(os, "O_BINARY", 0)  # Windows would turn each newline into two bytes
 
 
 class StoreError(OSError):
@@ -78,23 +77,13 @@ class Store:
         """
         path = self.path(experiment).with_name(f".{experiment}.lock")
         try:
-            if fcntl is None:
-                raise OSError
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError:  # a read-only folder: there is nothing to protect
             yield
             return
-        try:
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # else a file system without locks
-                if error.errno in (errno.EAGAIN, errno.EACCES):
-                    waiting()
-                    fcntl.lockf(fd, fcntl.LOCK_EX)
+        with os.fdopen(fd), locked(fd, waiting=waiting):
             yield
-        finally:
-            os.close(fd)
 
     def append(self, record: Record) -> None:
         """Adds one line, whole and on disk when this returns, or not at all.
@@ -104,16 +93,10 @@ class Store:
         path = self.path(record.experiment)
         line = encode(record) + b"\n"
         try:
-            new = not path.exists()
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _BINARY, 0o644)
-            try:
-                with file_lock(fd):
-                    _append_whole(fd, line)
-            finally:
-                os.close(fd)
-            if new:
-                _sync_folder(path.parent)
+            with open(path, "a+b", buffering=0) as file, locked(file.fileno()):
+                _append_whole(file.fileno(), line)
+            _sync_folder(path.parent)
         except OSError as error:
             # mkdir's own words for a file in the folder's place, "File exists", sound as if all were well
             cause = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
@@ -124,11 +107,10 @@ class Store:
     def load(self, experiment: str) -> Loaded:
         """Every readable record of the experiment; an absent file is an empty one."""
         path = self.root if self.root.is_file() else self.path(experiment)
-
         try:
             if path.exists() and not path.is_file():  # of a named pipe one would wait for a writer
                 return Loaded((), (Problem(path, 0, "not a regular file"),))
-            with open(path, "rb") as file, file_lock(file.fileno(), shared=True):
+            with open(path, "rb") as file, locked(file.fileno(), shared=True):
                 content = file.read()
         except (FileNotFoundError, NotADirectoryError):
             return Loaded((), ())
@@ -201,9 +183,7 @@ def _append_whole(fd: int, line: bytes) -> None:
     size = os.fstat(fd).st_size
     if size:
         os.lseek(fd, size - 1, os.SEEK_SET)
-        if (
-            os.read(fd, 1) != b"\n"
-        ):  # a torn line of a writer that died; this record must not become part of it
+        if os.read(fd, 1) != b"\n":  # a torn line of a writer that died
             line = b"\n" + line
     try:
         rest = memoryview(line)
@@ -217,7 +197,7 @@ def _append_whole(fd: int, line: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the name of a new file durable too, where the system can."""
+    """Makes the name of a new file durable, too, where the system can."""
     with contextlib.suppress(OSError):
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -251,17 +231,22 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def file_lock(fd: int, *, shared: bool = False) -> Iterator[None]:
-    """Holds the whole open file against other holders; `shared` admits other readers."""
+def locked(fd: int, *, shared: bool = False, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Holds the open file against other processes until the block ends; `shared` admits other readers, and
+    `waiting` is called where somebody has it. The lock is this process's own: no child keeps it.
+    """
     if fcntl is None:
         yield
         return
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-    except OSError:  # a file system without locks
-        yield
-        return
+        fcntl.lockf(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:  # else a file system without locks
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            waiting()
+            fcntl.lockf(fd, kind)
     try:
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            fcntl.lockf(fd, fcntl.LOCK_UN)

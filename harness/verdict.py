@@ -1,8 +1,7 @@
 """Our answer to a number of the paper, the range that it may lie in, and what a comparison of the two says.
 
 A wide range that meets anything is no success, so it is not called one; and each verdict says which numbers
-in the paper it would have rejected. Our range names its parts: a range that is only a number can be made as
-wide as it has to be.
+in the paper it would have rejected. Our range names its parts.
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ class Comparison(Place):
     ranges are apart where they don't meet. `counted` says whether it counts among the paper's numbers: no
     context, no repetition, nobody else's. `peer` is the same number as somebody else published it.
 
-    `entry` is our answer. Where our number was found say `machine`, `profile` and `command`, empty where
-    there is none. These are for the page, and not among what `to_data` has.
+    `entry` is our answer; `machine`, `profile` and `command` say where our number was found. These are for
+    the page, and not among what `to_data` has.
     """
 
     kind: str = "ours"

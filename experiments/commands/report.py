@@ -13,6 +13,7 @@ import argparse
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,7 @@ from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, cells_csv, html, page_of
 from gpipe_bench.harness.report.table import answer, judged, readable
-from gpipe_bench.harness.store import Problem, Store, latest, lines_of, write_whole
+from gpipe_bench.harness.store import Store, latest, lines_of, write_whole
 from gpipe_bench.harness.units import percent
 from gpipe_bench.harness.verdict import Comparison
 
@@ -91,11 +92,10 @@ def build(results: Path, *, figures: bool = True) -> Page:
     places = folders(results)
     found: dict[str, list[Reading]] = {}
     for name, experiment in experiments.items():
-        groups, problems = sources(experiment, places)
-        found[name], left_out = readings(experiment, groups)
-        warnings += [*lines_of(problems), *left_out]
+        found[name], left_out = readings(experiment, places)
+        warnings += left_out
     committed = {
-        name: [each for each in several if each.source.folder.resolve().parent == REFERENCE.resolve()]
+        name: [each for each in several if each.folder.resolve().parent == REFERENCE.resolve()]
         for name, several in found.items()
     }
     views = []
@@ -103,15 +103,14 @@ def build(results: Path, *, figures: bool = True) -> Page:
         pictures: list[Picture] = []
         try:
             if figures and several:
-                pictures = _pictures(experiments[name], several[0].source)
+                pictures = _pictures(experiments[name], several[0])
         except FAILURES as error:
             warnings.append(f"the figures of {name} can't be drawn: {type(error).__name__}: {error}")
         views += [_view(experiments[name], several, pictures)] if several else []
     recorded = {
-        name: [record for each in several for record in each.source.records]
-        for name, several in committed.items()
+        name: [record for each in several for record in each.records] for name, several in committed.items()
     }
-    profiles = {name: {each.source.profile for each in several} for name, several in found.items()}
+    profiles = {name: {each.profile for each in several} for name, several in found.items()}
     page = page_of(
         _first_of_each(found),
         load_paper(),
@@ -164,53 +163,49 @@ def _first_of_each(found: Mapping[str, Sequence[Reading]]) -> list[Comparison]:
 
 def _view(experiment: Experiment, several: Sequence[Reading], pictures: Sequence[Picture]) -> ExperimentView:
     """View of the first reading's results, and of how each machine's records were made."""
-    first, of_machine = several[0].source, dict[str, Source]()
+    first, of_machine = several[0], dict[str, Reading]()
     for each in several:
-        of_machine.setdefault(each.source.machine, each.source)
+        of_machine.setdefault(each.machine, each)
     # the same machine's other runs of that profile had other engines
-    beside = [
-        each for each in several if (each.source.folder, each.source.profile) == (first.folder, first.profile)
-    ]
+    beside = [each for each in several if (each.folder, each.profile) == (first.folder, first.profile)]
     texts = [each.text for each in beside]
     if len(beside) > 1:
-        engines = [each.source.records[-1].options.get("engine") for each in beside]
+        engines = [each.records[-1].options.get("engine") for each in beside]
         texts = [f"--engine {engine}\n\n{text}" for engine, text in zip(engines, texts, strict=True)]
     return ExperimentView(
         experiment=experiment,
         runs=tuple(
-            (
-                machine,
-                source.profile,
-                experiment.profiles.get(source.profile, ""),
-                ", ".join(
-                    f"{count} {status.replace('_', ' ')}"
-                    for status, count in Counter(record.status for record in source.records).items()
-                ),
-            )
-            for machine, source in of_machine.items()
+            (machine, each.profile, experiment.profiles.get(each.profile, ""), _statuses(each.records))
+            for machine, each in of_machine.items()
         ),
         text="\n\n".join(texts),
         pictures=tuple(pictures),
     )
 
 
+def _statuses(records: Sequence[Record]) -> str:
+    """`5 done, 1 out of memory`"""
+    counts = Counter(record.status for record in records)
+    return ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.items())
+
+
 def _first_picture(committed: Mapping[str, Sequence[Reading]]) -> Picture | None:
     """The picture of the first screen, of the committed records; None where it can't be drawn."""
     name, figure = FIGURE
     try:
-        pictures = _pictures(load(name), committed[name][0].source)
+        pictures = _pictures(load(name), committed[name][0])
     except FAILURES:
         return None
     return next((each for each in pictures if each.plot.name == figure), None)
 
 
-def _pictures(experiment: Experiment, source: Source) -> list[Picture]:
-    return pictures_of(experiment, source.records, source.folder / "figures", source.machine)
+def _pictures(experiment: Experiment, found: Reading) -> list[Picture]:
+    return pictures_of(experiment, found.records, found.folder / "figures", found.machine)
 
 
 def _machine(name: str, folder: Path, found: Iterable[Sequence[Reading]], *, own: bool) -> Machine:
-    sources = [each.source for several in found for each in several if each.source.folder == folder]
-    records = [record for source in sources for record in source.records]
+    here = [each for several in found for each in several if each.folder == folder]
+    records = [record for each in here for record in each.records]
     facts = environment_facts([record.environment for record in records])
     return Machine(name, own, short_path(folder), len(records), facts)
 
@@ -219,14 +214,18 @@ def _machine(name: str, folder: Path, found: Iterable[Sequence[Reading]], *, own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
-    """Records of one experiment that belong together: one folder, profile and set of options."""
+class Reading:
+    """Records of one experiment that belong together, of one folder, profile and set of options, and what
+    they come to: our answers, judged, and text without the paper's numbers.
+    """
 
     machine: str
     folder: Path
     profile: str
     records: tuple[Record, ...]
     own: bool  # from the results folder that was asked for, not a reference
+    comparisons: tuple[Comparison, ...]
+    text: str
 
 
 def folders(results: Path) -> list[tuple[str, Path]]:
@@ -239,74 +238,52 @@ def folders(results: Path) -> list[tuple[str, Path]]:
     return [(own, results), *((folder.name, folder) for folder in others)]
 
 
-def sources(experiment: Experiment, places: Iterable[tuple[str, Path]]) -> tuple[list[Source], list[Problem]]:
-    """The groups of records of an experiment, in the order in which they are asked, and unreadable lines.
-
-    The first of `places` is the user's own.
+def readings(experiment: Experiment, places: Iterable[tuple[str, Path]]) -> tuple[list[Reading], list[str]]:
+    """The readings of an experiment, in the order in which they are asked, and a line about each that can't
+    be read. The first of `places` is the user's own.
     """
-    found: list[Source] = []
-    problems: list[Problem] = []
+    found: list[Reading] = []
+    left_out: list[str] = []
     for place, (machine, folder) in enumerate(places):
         loaded = Store(folder).load(experiment.name)
-        problems += loaded.problems
+        left_out += lines_of(loaded.problems)
         groups: dict[tuple[str, str], list[Record]] = {}
         current = [record for record in loaded.records if record.revision == experiment.revision]
         for record in latest(current).values():
             groups.setdefault((record.profile, repr(sorted(record.options.items()))), []).append(record)
-        found += [
-            Source(machine, folder, profile, tuple(records), place == 0)
-            for (profile, _), records in groups.items()
-        ]
+        for (profile, _), records in groups.items():
+            read, why = readable(experiment.name, partial(_read, experiment, records))
+            if read is None:
+                left_out.append(f"{short_path(folder)}: {why}")
+            else:
+                found.append(Reading(machine, folder, profile, tuple(records), place == 0, *read))
 
-    def order(source: Source) -> tuple[object, ...]:
-        used = source.records[-1].options.get("engine")
+    def order(each: Reading) -> tuple[object, ...]:
+        used = each.records[-1].options.get("engine")
         usual = used is None or not experiment.engines or used == experiment.engines[0]
-        profile = -PROFILES.index(source.profile) if source.profile in PROFILES else 1  # full, short, smoke
-        return (
-            source.profile == "smoke", not usual, not source.own, profile, -len(source.records),
-            source.machine,
-        )  # fmt: skip
+        profile = -PROFILES.index(each.profile) if each.profile in PROFILES else 1  # full, short, smoke
+        is_smoke = each.profile == "smoke"
+        return (is_smoke, not usual, not each.own, profile, -len(each.records), each.machine)
 
-    return sorted(found, key=order), problems
+    return sorted(found, key=order), left_out
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One source and all that follows from it: what its entries come to, and text without the paper's."""
-
-    source: Source
-    comparisons: tuple[Comparison, ...]
-    text: str
-
-
-def readings(experiment: Experiment, groups: Sequence[Source]) -> tuple[list[Reading], list[str]]:
-    """The readings of the groups, and a line about each that can't be read."""
-    found: list[Reading] = []
-    left_out: list[str] = []
-    for group in groups:
-
-        def read(group: Source = group) -> Reading:
-            entries, comparisons = judged(experiment, group.records)
-            text = "" if experiment.tables is None else experiment.tables(group.records)
-            ours = {entry.key for entry in entries}
-            return Reading(group, tuple(cell for cell in comparisons if cell.key in ours), text)
-
-        reading, why = readable(experiment.name, read)
-        found += [] if reading is None else [reading]
-        left_out += [f"{short_path(group.folder)}: {why}"] if why else []
-    return found, left_out
+def _read(experiment: Experiment, records: Sequence[Record]) -> tuple[tuple[Comparison, ...], str]:
+    entries, comparisons = judged(experiment, records)
+    ours = {entry.key for entry in entries}
+    text = "" if experiment.tables is None else experiment.tables(records)
+    return tuple(cell for cell in comparisons if cell.key in ours), text
 
 
 def answers(found: Sequence[Reading]) -> list[Comparison]:
     """One comparison for each entry of any reading, from the first reading that has a number."""
     chosen: dict[tuple[str, ...], Comparison] = {}
     for reading in found:
-        source = reading.source
         for cell in reading.comparisons:
             entry = cell.entry
             if entry is not None and (cell.ours is not None or entry.status == "out_of_memory"):
-                command = (entry.record or source.records[-1]).command
-                cell = replace(cell, machine=source.machine, profile=source.profile, command=command)
+                command = (entry.record or reading.records[-1]).command
+                cell = replace(cell, machine=reading.machine, profile=reading.profile, command=command)
             if cell.key not in chosen or (cell.machine and not chosen[cell.key].machine):
                 chosen[cell.key] = cell
     return list(chosen.values())

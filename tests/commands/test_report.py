@@ -21,7 +21,7 @@ from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands import report as report_build
 from gpipe_bench.experiments.commands.output import DONE
-from gpipe_bench.experiments.commands.report import answers, build, readings, sources, table_infos
+from gpipe_bench.experiments.commands.report import answers, build, readings, table_infos
 from gpipe_bench.experiments.drawing import draw, drawn
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.paper import load_paper, of_the_paper
@@ -185,8 +185,8 @@ def put(folder, *records):
 
 
 def chosen(*places):
-    found, problems = sources(FAKE, [(place.name, place) for place in places])
-    return {a.column: a for a in answers(readings(FAKE, found)[0])}, problems
+    found, problems = readings(FAKE, [(place.name, place) for place in places])
+    return {a.column: a for a in answers(found)}, problems
 
 
 def test_own_records_come_first_and_references_fill_in(tmp_path):
@@ -257,7 +257,7 @@ def test_figures_are_kept_only_for_the_records_they_show(tmp_path):
 def test_the_reference_figures_show_the_reference_records(machine):
     for name in registry.EXPERIMENTS:
         experiment = registry.load(name)
-        found, _ = sources(experiment, [(machine, REFERENCE / machine)])
+        found, _ = readings(experiment, [(machine, REFERENCE / machine)])
         if (
             found
             and experiment.figures is not None
@@ -272,7 +272,7 @@ def test_the_figures_of_the_reference_records_can_be_drawn_again(name, tmp_path,
     """As small as they can be: what they show is looked at, and here only that they can be made."""
     monkeypatch.setattr("gpipe_bench.experiments.drawing.DOTS_PER_INCH", 10)
     experiment = registry.load(name)
-    found, _ = sources(experiment, [("reference", MACHINE)])
+    found, _ = readings(experiment, [("reference", MACHINE)])
     paths = draw(experiment, found[0].records, tmp_path)
     if paths:
         assert drawn(experiment, found[0].records, tmp_path) == paths

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -29,6 +30,7 @@ from gpipe_bench.harness import PUBLISHED
 
 PATH, UNKNOWNS = PUBLISHED / "reproduction.toml", PUBLISHED / "unknowns.toml"
 
+T = TypeVar("T")
 Value: TypeAlias = str | int | float | bool
 Rule: TypeAlias = Literal["paper", "authors' code", "published reproduction", "custom of 2018", "plainest"]
 """Rules for a choice that the paper leaves open, in the order in which they apply."""
@@ -42,11 +44,15 @@ Way: TypeAlias = Literal["at most", "at least", "within a factor", "about"]
 Tables: TypeAlias = Annotated[tuple[Text, ...], Meta(min_length=1)]
 
 
-# What is not stated
+class _Setting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A setting of some tables, which are named as in paper.csv."""
+
+    tables: Tables
+    setting: Text
 
 
-class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A setting that the paper leaves open, for some tables.
+class Unknown(_Setting, frozen=True, kw_only=True):
+    """A setting that the paper leaves open.
 
     Either `allowed` lists the values, or `range` has the lowest and the highest, in `unit`. `constraint` says
     in words which values can go together. `later` has further values, thought of after our numbers had been
@@ -54,8 +60,6 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `sentences` are the rows of those that it is a word of, and how it limits their numbers.
     """
 
-    tables: Tables
-    setting: Text
     reason: Text
     sources: Annotated[tuple[Origin, ...], Meta(min_length=1)]
     allowed: tuple[Value, ...] = ()
@@ -68,22 +72,97 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if bool(self.allowed) == (self.range is not None):
             raise ValueError(f"{self.setting} must have either 'allowed' values or a 'range'")
-        every = (*self.allowed, *self.later)
-        if len(set(map(repr, every))) != len(every):
-            raise ValueError(f"{self.setting}: a value is allowed twice: {list(every)}")
         if self.range is not None and not -math.inf < self.range[0] < self.range[1] < math.inf:
             raise ValueError(f"{self.setting}: range is {list(self.range)}, not two finite numbers that rise")
 
 
-class Stated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Stated(_Setting, frozen=True, kw_only=True):
     """A setting that the paper gives: its value, the place in v1 or v5, and the words that give it."""
 
-    tables: Tables
-    setting: Text
     value: Value
     source: Annotated[str, Meta(pattern="^v[15] ")]
     quote: Text
     note: str = ""
+
+
+class Choice(_Setting, frozen=True, kw_only=True):
+    """One choice of what the paper leaves open.
+
+    Args:
+        value: of the setting; of several the first counts under which the paper's own runs fit
+        rule: the first that applies
+        source: where the rule finds it
+        reason: where that needs a word
+        known: whether earlier predictions had shown it to bring our numbers "towards" the paper's or "away"
+    """
+
+    value: Value | tuple[Value, ...]
+    rule: Rule
+    source: Text
+    known: Literal["", "towards", "away"]
+    reason: str = ""
+
+
+class Settings(Struct, frozen=True, forbid_unknown_fields=True):
+    """All unknown and all stated settings, in the file's order. Raises ValueError for one that is twice there.
+    """
+
+
+    unknown: tuple[Unknown, ...]
+    stated: tuple[Stated, ...]
+
+    def __post_init__(self) -> None:
+        _check_once((*self.unknown, *self.stated))
+
+    def of(self, table: str) -> dict[str, Unknown]:
+        """The unknown settings of a table, by name."""
+        return {one.setting: one for one in self.unknown if table in one.tables}
+
+
+class ErrorRule(Struct, frozen=True):
+    """How the error is measured and what it decides, of which the file has the words."""
+
+    no_test_above: float
+    """The error above which there is no test."""
+
+
+class Reproduction(Struct, frozen=True):
+    """The declared configuration. Raises ValueError where a table has a setting twice."""
+
+    choice: tuple[Choice, ...]
+    error: ErrorRule
+
+    def __post_init__(self) -> None:
+        _check_once(self.choice)
+
+    def of(self, table: str) -> dict[str, Choice]:
+        """The choices of a table, by setting."""
+        return {each.setting: each for each in self.choice if table in each.tables}
+
+
+def _check_once(settings: Sequence[_Setting]) -> None:
+    for (table, setting), times in Counter((t, one.setting) for one in settings for t in one.tables).items():
+        if times > 1:
+            raise ValueError(f"{table} has two choices of {setting}; keep one")
+
+
+@functools.cache
+def load_unknowns() -> Settings:
+    """results/unknowns.toml, checked. Raises ValueError that names it and what is wrong there."""
+    return _loaded(UNKNOWNS, Settings)
+
+
+@functools.cache
+def load_reproduction(path: Path = PATH) -> Reproduction:
+    """The declared configuration's file, checked. Raises ValueError as `load_unknowns`."""
+    return _loaded(path, Reproduction)
+
+
+def _loaded(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def points(unknown: Unknown) -> tuple[Value, ...]:
@@ -94,127 +173,13 @@ def points(unknown: Unknown) -> tuple[Value, ...]:
     return (low, math.sqrt(low * high), high)
 
 
-class Settings(Struct, frozen=True, forbid_unknown_fields=True):
-    """All unknown and all stated settings, in the file's order."""
-
-    unknown: tuple[Unknown, ...]
-    stated: tuple[Stated, ...]
-
-    def __post_init__(self) -> None:
-        seen: set[tuple[str, str]] = set()
-        every: list[Unknown | Stated] = [*self.unknown, *self.stated]
-        for one in every:
-            for table in one.tables:
-                if (table, one.setting) in seen:
-                    raise ValueError(f"{one.setting} of {table} stands there twice")
-                seen.add((table, one.setting))
-
-    def of(self, table: str) -> dict[str, Unknown]:
-        """The unknown settings of a table, by name."""
-        return {one.setting: one for one in self.unknown if table in one.tables}
-
-    def find(self, table: str, setting: str) -> Unknown:
-        """One unknown setting. Raises ValueError where the paper states it, or where the file has none."""
-        found = self.of(table)
-        if setting in found:
-            return found[setting]
-        for one in self.stated:
-            if table in one.tables and setting == one.setting:
-                raise ValueError(
-                    f"{setting} of {table} is not an unknown: {one.source} states {one.value} ({one.quote!r})"
-                )
-        known = ", ".join(found) or "none"
-        raise ValueError(f"{table} has no unknown setting {setting!r} in the file; it has: {known}")
-
-
-@functools.cache
-def load_unknowns(path: Path = UNKNOWNS) -> Settings:
-    """The file, checked. Raises ValueError with the file, the entry and what is wrong with it."""
-    try:
-        return msgspec.toml.decode(path.read_bytes(), type=Settings)
-    except OSError as error:
-        raise ValueError(f"the unknowns can't be read from {path}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 @functools.cache
 def words() -> dict[str, tuple[Way, Unknown]]:
     """By the row of a sentence: how its word limits its number, and how far the word may reach."""
     return {row: (way, one) for one in load_unknowns().unknown for row, way in one.sentences.items()}
 
 
-# What is declared
-
-
-class Choice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One choice of what the paper leaves open, for some tables.
-
-    Args:
-        tables: as in paper.csv
-        setting: what is chosen
-        value: of the setting; of several the first counts under which the paper's own runs fit
-        rule: the first that applies
-        source: where the rule finds it
-        reason: where that needs a word
-        known: whether earlier predictions had shown it to bring our numbers "towards" the paper's or "away"
-    """
-
-    tables: Tables
-    setting: Text
-    value: Value | tuple[Value, ...]
-    rule: Rule
-    source: Text
-    known: Literal["", "towards", "away"]
-    reason: str = ""
-
-
-class ErrorRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the error is measured, and what it decides, in words; above `no_test_above` there is no test."""
-
-    about: Text
-    no_test_above: float
-    agrees: Text
-    differs: Text
-    no_test: Text
-
-
-class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers that sum up a table, in words."""
-
-    numbers: tuple[Text, ...]
-
-
-class Reproduction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file. Raises ValueError where a table has a setting twice."""
-
-    choice: tuple[Choice, ...]
-    error: ErrorRule
-    summary: Summary
-
-    def __post_init__(self) -> None:
-        seen: set[tuple[str, str]] = set()
-        for each in self.choice:
-            for table in each.tables:
-                if (table, each.setting) in seen:
-                    raise ValueError(f"{table} has two choices of {each.setting}; keep one")
-                seen.add((table, each.setting))
-
-    def of(self, table: str) -> dict[str, Choice]:
-        """The choices of a table, by setting."""
-        return {each.setting: each for each in self.choice if table in each.tables}
-
-
-@functools.cache
-def load_reproduction(path: Path = PATH) -> Reproduction:
-    """The file, checked. Raises ValueError that names it and what is wrong there."""
-    try:
-        return msgspec.toml.decode(path.read_bytes(), type=Reproduction)
-    except (OSError, msgspec.MsgspecError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-# The error of the predictor ---------------------------------------------------------------------------------
+# The error of the predictor
 
 
 class Published(NamedTuple):

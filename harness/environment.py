@@ -1,7 +1,5 @@
-"""The machine, the software and the code that a number came from.
-
-Everything here is read, never assumed: what can't be found out is None. Nothing is slow, nothing needs
-torch; what only torch knows (GPUs, its thread count) is added when the experiment has loaded it anyway.
+"""The machine, the software and the code that a number came from: what can't be found out is None, and what
+only torch knows is added when the experiment has loaded it anyway.
 """
 
 from __future__ import annotations
@@ -54,14 +52,13 @@ def usable_cores() -> int:
 def _machine() -> dict[str, Any]:
     import psutil
 
-    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {
         "cpu_model": _cpu_model(),
         "architecture": platform.machine(),
         "cores_physical": psutil.cpu_count(logical=False),
         "cores_logical": psutil.cpu_count(logical=True),
-        "affinity": affinity,
-        "memory_total_gib": round(psutil.virtual_memory().total / 2**30, 2),
+        "affinity": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "memory_total_gib": _gib(psutil.virtual_memory().total),
         "cgroup_cpus": _cgroup_cpus(),
         "cgroup_memory_gib": _cgroup_memory_gib(),
         "system": f"{platform.system()} {platform.release()}",
@@ -74,15 +71,12 @@ def _software() -> dict[str, Any]:
     for name in versions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    return {
-        "python": platform.python_version(),
-        "versions": versions,
-        "variables": {
-            name: value.encode("utf-8", "backslashreplace").decode("utf-8")
-            for name, value in sorted(os.environ.items())
-            if (name.startswith(_VARIABLE_PREFIXES) and not name.endswith(_FOLDERS)) or name in _VARIABLES
-        },
+    variables = {
+        name: value.encode("utf-8", "backslashreplace").decode("utf-8")
+        for name, value in sorted(os.environ.items())
+        if (name.startswith(_VARIABLE_PREFIXES) and not name.endswith(_FOLDERS)) or name in _VARIABLES
     }
+    return {"python": platform.python_version(), "versions": versions, "variables": variables}
 
 
 @functools.cache
@@ -116,12 +110,8 @@ def _torch() -> dict[str, Any]:
     if torch is None or not hasattr(torch, "cuda"):
         return {"torch_threads": None, "gpus": None, "cuda": None}
     gpus = [
-        {
-            "name": each.name,
-            "memory_gib": round(each.total_memory / 2**30, 2),
-            "capability": f"{each.major}.{each.minor}",
-        }
-        for each in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        {"name": gpu.name, "memory_gib": _gib(gpu.total_memory), "capability": f"{gpu.major}.{gpu.minor}"}
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
     known = {"torch_threads": torch.get_num_threads(), "gpus": gpus, "cuda": torch.version.cuda}
     if not gpus:
@@ -170,11 +160,14 @@ def _of_gpus(asked: Sequence[str]) -> list[dict[str, str]] | None:
 def _now() -> dict[str, Any]:
     import psutil
 
-    try:
-        load: list[float] | None = [round(value, 2) for value in psutil.getloadavg()]
-    except OSError:
-        load = None
-    return {"load": load, "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 2)}
+    load = None
+    with contextlib.suppress(OSError):
+        load = [round(value, 2) for value in psutil.getloadavg()]
+    return {"load": load, "memory_available_gib": _gib(psutil.virtual_memory().available)}
+
+
+def _gib(num_bytes: int) -> float:
+    return round(num_bytes / 2**30, 2)
 
 
 def _cpu_model() -> str | None:
@@ -194,7 +187,7 @@ def _cgroup_cpus() -> float | None:
 
 def _cgroup_memory_gib() -> float | None:
     limit = _read("/sys/fs/cgroup/memory.max").strip()
-    return round(int(limit) / 2**30, 2) if limit.isdigit() else None
+    return _gib(int(limit)) if limit.isdigit() else None
 
 
 def _said(*command: str) -> str:

@@ -5,9 +5,8 @@ processes that it has started.
     signal ------|
                  '--> a byte in a pipe --> thread: after `GRACE_S`, ends what is left by force
 
-The second way is for what the first can't reach: an operation that is not Python's, which handlers wait for,
-a library that takes the exception for one of its own, a process that does not end. More signals than one
-change nothing, since some tools send a signal twice.
+The second way is for what the first can't reach: an operation that is not Python's, a library that takes the
+exception for one of its own, a process that does not end. More signals than one change nothing.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class _Stop:
             self.raise_once()
 
     def request(self, number: int) -> None:
-        if self.number is None:
-            self.number = number
+        self.number = self.number or number
         self.requested.set()
 
     def raise_once(self) -> None:
@@ -104,10 +102,8 @@ _active: _Stop | None = None
 @contextlib.contextmanager
 def stopping() -> Iterator[None]:
     """Inside, SIGINT and SIGTERM raise `Stopped` in the main thread, once, and end the process by force where
-    that is not enough; afterwards the handlers are as before.
-
-    In another thread than the main one, inside another `stopping`, and for a signal that the process was
-    told to ignore, nothing changes.
+    that is not enough. In another thread than the main one, inside another `stopping`, and for a signal that
+    the process was told to ignore, nothing changes.
     """
     with contextlib.suppress(ImportError):  # `list --machine` says so
         import psutil  # noqa: F401  # a handler may interrupt an import, and should need none itself
@@ -171,8 +167,7 @@ def held() -> Iterator[None]:
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
     """Inside, a process may be started: until it calls `started` it is not reached by a keyboard's interrupt,
-    which goes to all processes of a terminal and would find it in the middle of an import. Its mask of
-    signals is the calling thread's, for which the interrupt waits meanwhile.
+    which goes to all processes of a terminal and would find it in the middle of an import.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield

@@ -104,9 +104,7 @@ class Choice(_Setting, frozen=True, kw_only=True):
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
-    """All unknown and all stated settings, in the file's order. Raises ValueError for one that is twice there.
-    """
-
+    """All unknown and all stated settings, in the file's order, each once per table."""
 
     unknown: tuple[Unknown, ...]
     stated: tuple[Stated, ...]
@@ -197,7 +195,7 @@ class PredictorError(NamedTuple):
     Args:
         error: e to the root mean square of the models' errors, less 1
         numbers: how many were published
-        models: by model its error
+        models: the error of each model
         without: with each model left out in turn; empty of a single model
     """
 

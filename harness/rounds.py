@@ -149,9 +149,7 @@ THRESHOLD = 0.03
 """The least change that counts; smaller ones come and go with the layout of code in memory."""
 
 LOOKS = (12, 48, 192)
-"""The rounds after which the intervals are looked at. Four times the rounds halve an interval: the first look
-is enough on a quiet machine, the last one is what a busy machine needs.
-"""
+"""The rounds after which the intervals are looked at; four times the rounds halve an interval."""
 
 CONFIDENCE = 0.984
 """Confidence of one look at the results: three looks err together no more often than one at 95 %."""
@@ -161,8 +159,7 @@ MAX_RUNS = 4
 
 MARGIN, CPU_MARGIN = 1.5, 2.0
 """A regression counts beyond so many times what identical code differed by, in wall time and, where that
-tells nothing, in processor time. They are by simulation, so that the same code fails less than once in a
-hundred: with once as far in both it failed in two of a hundred on a machine whose processes differ by 4 %.
+tells nothing, in processor time: by simulation, so that the same code fails less than once in a hundred.
 """
 
 
@@ -208,10 +205,8 @@ class Judgement:
 
     @property
     def smallest_detectable(self) -> float:
-        """The slow-down that such a run finds four times in five.
-
-        The lower bound must clear the threshold, and lies half an interval below the estimate, which itself
-        spreads by the half interval over its normal quantile.
+        """The slow-down that such a run finds four times in five: its lower bound, half an interval below the
+        estimate, which itself spreads by that over its normal quantile, must clear the threshold.
         """
         half = (math.log1p(self.head.high) - math.log1p(self.head.low)) / 2
         quantile = statistics.NormalDist().inv_cdf((1 + self.confidence) / 2)
@@ -231,13 +226,12 @@ def run_rounds(
 
         12 rounds   look   48 rounds   look   192 rounds, or as many as there is time for   look
 
-    A look ends the run with a verdict, or with a control that refutes it. At the first look that may be
-    chance; later two processes of the same code do differ, and more of their rounds would only say so again:
-    fresh processes are the remedy.
+    A look ends the run with a verdict, or with a control that refutes it, unless that is the first look's,
+    which may be chance.
 
     Past `deadline_s` of the clock no round is begun, and what is there gets the look that would have come
-    next: the clock knows nothing of who is faster. Before the first look's rounds the run is inconclusive,
-    whatever it has seen, and two rounds are taken in any case, without which there is nothing to show.
+    next. Before the first look's rounds the run is inconclusive, whatever it has seen; two rounds are taken
+    in any case.
     """
     rounds: list[Round] = []
     order_of = orders(ARMS, seed)
@@ -276,10 +270,7 @@ def judge(rounds: Sequence[Round], confidence: float = CONFIDENCE) -> Judgement:
 
 
 def log_ratios(rounds: Sequence[Round], arm: str, metric: str = "wall_s") -> list[float]:
-    """For each round, the mean logarithm of the arm's samples minus that of the base's.
-
-    Raises ValueError for a sample that is not positive.
-    """
+    """For each round, the mean logarithm of the arm's samples minus that of the base's."""
 
     def level_of(each: Round, arm: str) -> float:
         return level([getattr(sample, metric) for sample in each[arm]], f"{metric} of {arm}")
@@ -321,10 +312,9 @@ def confirmed(runs: Sequence[Judgement]) -> bool:
     """Whether the last two runs that prove anything found a regression, each well beyond what identical code
     differed by in any run.
     """
-    if not twice([run.verdict for run in runs]):
-        return False
     last = [run for run in runs if run.verdict != "contaminated"][-2:]
-    return all(run.head.low > MARGIN * differs_from_itself(runs) for run in last)
+    least = MARGIN * differs_from_itself(runs) if last else math.inf
+    return twice([run.verdict for run in runs]) and all(run.head.low > least for run in last)
 
 
 def by_processor_time(runs: Sequence[Judgement], *, is_counted: bool) -> Literal["regression", "same", ""]:

@@ -139,9 +139,8 @@ class _Run:
         groups: dict[str, dict[str, Case]] = {}
         for identity, case in cases.items():
             groups.setdefault(case.group or identity, {})[identity] = case
-        longest_first = sorted(
-            groups.values(), key=lambda group: -sum(case.estimate_s for case in group.values())
-        )
+        seconds = lambda group: sum(case.estimate_s for case in group.values())  # noqa: E731
+        longest_first = sorted(groups.values(), key=seconds, reverse=True)
         pool = ThreadPoolExecutor(jobs)
         try:
             for future in as_completed([pool.submit(self.in_turn, each) for each in longest_first]):
@@ -234,7 +233,7 @@ class _Processes:
 
 
 def _lost(case: Case, options: RunOptions) -> NoReturn:
-    """Raises the error of a case whose process has ended."""
+    """Stands for a case whose process has ended."""
     raise RuntimeError("the process that ran it was ended; if memory was short, use --jobs 1")
 
 
@@ -248,7 +247,6 @@ def _prepare() -> None:
 
 
 def _encoded(experiment: Experiment, case: Case, options: RunOptions, command: str) -> bytes:
-    """The line of the case's record."""
     record = execute(experiment, case, options, command)
     sys.stdout.flush()
     return encode(record)
@@ -281,21 +279,11 @@ def execute(experiment: Experiment, case: Case, options: RunOptions, command: st
 
     def record(outcome: Outcome) -> Record:
         return Record(
-            schema=SCHEMA,
-            experiment=experiment.name,
-            profile=options.profile,
-            case=case.key,
-            status=outcome.status,
-            reason=outcome.reason,
-            metrics=tuple(outcome.metrics),
-            details=outcome.details,
-            environment=surroundings,
-            command=command,
-            started_at=started_at,
-            duration_s=duration_s,
-            revision=experiment.revision,
-            options=experiment.relevant(options),
-        )
+            schema=SCHEMA, experiment=experiment.name, profile=options.profile, case=case.key,
+            status=outcome.status, reason=outcome.reason, metrics=tuple(outcome.metrics),
+            details=outcome.details, environment=surroundings, command=command, started_at=started_at,
+            duration_s=duration_s, revision=experiment.revision, options=experiment.relevant(options),
+        )  # fmt: skip
 
     try:
         return decode(encode(record(outcome)))
@@ -320,14 +308,13 @@ def _outcome(experiment: Experiment, case: Case, options: RunOptions) -> Outcome
         memory = memory_error(error)
         if memory is None:
             return _failed(error)
-        reason = _first_line(memory)
-        details = {"traceback": printable(traceback.format_exc())}
+        outcome = replace(_failed(error), status="out_of_memory", reason=_first_line(memory))
     gc.collect()  # the frames that held memory are gone now
     torch = sys.modules.get("torch")
     if torch is not None:
         with contextlib.suppress(RuntimeError):  # a device that is lost has nothing to give back
             torch.cuda.empty_cache()
-    return Outcome(status="out_of_memory", reason=reason, details=details)
+    return outcome
 
 
 def _failed(error: BaseException) -> Outcome:
@@ -341,9 +328,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def memory_error(error: BaseException) -> BaseException | None:
-    """The out-of-memory error that `error` is, was raised from or reports. Torch's is found by name, without
-    an import. Those of other processes and of libraries are found by their text (`_NO_MEMORY`).
-    """
+    """The out-of-memory error that `error` is, was raised from or reports: by its name or its text."""
     seen: BaseException | None = error
     while seen is not None:
         names = {each.__name__ for each in type(seen).__mro__}
@@ -354,10 +339,7 @@ def memory_error(error: BaseException) -> BaseException | None:
     return None
 
 
-# How far it is ----------------------------------------------------------------------------------------------
-
-_DOUBT = 0.1
-"""Share of all estimates for which the machine is taken to be as fast as they say."""
+# How far it is
 
 
 def words(seconds: float) -> str:
@@ -371,7 +353,7 @@ def words(seconds: float) -> str:
 
 
 class Reporter:
-    """Prints the runner's progress: a line per finished case, and the `title` before the first."""
+    """Prints a line per finished case, and the `title` before the first."""
 
     title = ""
 
@@ -383,13 +365,8 @@ class Reporter:
 
     @property
     def left(self) -> str:
-        """Time left, in words: the estimates of what is left, scaled by how right they were so far. The first
-        case often loads what all need, so at first the machine counts as about as fast as they say.
-        """
-        scale = 1.0
-        if self._estimated_s and self._spent_s:
-            trust = self._estimated_s / (self._estimated_s + _DOUBT * (self._estimated_s + self._left_s))
-            scale = (self._spent_s / self._estimated_s) ** trust
+        """Time left, in words: the estimates of what is left, scaled by how right they were so far."""
+        scale = self._spent_s / self._estimated_s if self._spent_s and self._estimated_s else 1.0
         return words(self._left_s * scale / self._jobs)
 
     def begin(self, cases: list[Case], jobs: int) -> None:
@@ -400,7 +377,7 @@ class Reporter:
         self.say(f"{self._total} cases, about {self.left}")
 
     def started(self, case: Case) -> None:
-        """Says nothing: a line per case is enough for a log."""
+        """A line per case is enough for a log."""
 
     def finished(self, case: Case, record: Record, *, reused: bool) -> None:
         self._done += 1

@@ -1,9 +1,8 @@
 """Numbers and their units: as the paper prints them, and as ours are brought to them and shown.
 
 The paper prints decimal GB in one half of a table and GiB in the other, so the two are units of their own
-here and every conversion is explicit. "82M" is anything from 81.5 to 82.5 million: the interval follows from
-the printed form and not from a tolerance that somebody chose, so the file of the paper's numbers keeps each
-of them as text.
+here. "82M" is anything from 81.5 to 82.5 million: the interval follows from the printed form and not from a
+tolerance that somebody chose.
 """
 
 from __future__ import annotations
@@ -13,6 +12,13 @@ import re
 from decimal import Decimal
 
 _GIB = 2**30
+
+_COUNTED = (
+    "parameters", "layers", "filters", "stages", "micro-batches", "examples", "tokens", "pixels", "epochs",
+    "runs", "heads", "standard deviations", "classes", "languages", "steps", "BLEU", "nats", "perplexity",
+    "updates", "versions",
+)  # fmt: skip
+"""Units that measure nothing but themselves."""
 
 # unit -> (what it measures, how many base units one of it is)
 UNITS: dict[str, tuple[str, float]] = {
@@ -27,28 +33,9 @@ UNITS: dict[str, tuple[str, float]] = {
     "us": ("time", 1e-6),
     "ratio": ("ratio", 1),  # a normalized throughput, a speed-up, how many times larger
     "%": ("ratio", 1e-2),
-    "parameters": ("parameters", 1),
-    "layers": ("layers", 1),
-    "filters": ("filters", 1),
-    "stages": ("stages", 1),
-    "micro-batches": ("micro-batches", 1),
-    "examples": ("examples", 1),
+    **{name: (name, 1) for name in _COUNTED},
     "samples/s": ("throughput", 1),
     "GB/s": ("bandwidth", 1e9),
-    "tokens": ("tokens", 1),
-    "pixels": ("pixels", 1),
-    "epochs": ("epochs", 1),
-    "runs": ("runs", 1),
-    "heads": ("heads", 1),
-    "standard deviations": ("standard deviations", 1),
-    "classes": ("classes", 1),
-    "languages": ("languages", 1),
-    "steps": ("steps", 1),
-    "BLEU": ("BLEU", 1),
-    "nats": ("nats", 1),
-    "perplexity": ("perplexity", 1),
-    "updates": ("updates", 1),
-    "versions": ("versions", 1),
     "number": ("number", 1),  # a setting without a unit, such as a learning rate
 }
 

@@ -1,8 +1,6 @@
-"""One guard run: every benchmark is measured, and once more in fresh processes where its result asks for it.
-
-Fresh, because two processes of the same code may differ for as long as they live, by where their memory
-happened to lie; a regression that is one finds itself confirmed by other processes. What came of it is told
-as a table with a line for each run, and in a sentence for each benchmark.
+"""One guard run: every benchmark is measured, and once more in fresh processes where its result asks for it:
+two processes of the same code may differ for as long as they live, by where their memory happened to lie.
+What came of it is told as a table with a line for each run, and in a sentence for each benchmark.
 """
 
 from __future__ import annotations
@@ -168,10 +166,8 @@ def guard(
     clock_s: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
     """Compares the subject's folder with the tree `base` by its benchmarks; a command's control is run in a
-    tree of its own. `is_counted`: exact counters are equal.
-
-    What can't be run has failed, or is new if only the base lacks it, which its finding says; the others are
-    measured all the same.
+    tree of its own. `is_counted`: exact counters are equal. What can't be run has failed, or is new if only
+    the base lacks it; the others are measured all the same.
     """
     begun_s = clock_s()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
@@ -187,13 +183,13 @@ def guard(
             for index, finding in enumerate(pending):
                 now_s = clock_s()  # of what is left each gets its share, so that a busy machine starves none
                 until_s = deadline_s if finding.runs else first_deadline_s
-                share_s = (until_s - now_s) / (len(pending) - index)
+                end_s = now_s + (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
                 try:
                     if subject.command:
-                        judgement = measure_command(arms, finding, run_seed, deadline_s=now_s + share_s)
+                        judgement = measure_command(arms, finding, run_seed, deadline_s=end_s)
                     else:
-                        judgement = measure(arms, finding, run_seed, subject, deadline_s=now_s + share_s)
+                        judgement = measure(arms, finding, run_seed, subject, deadline_s=end_s)
                 except WorkerError as error:
                     finding.lacking = str(error).splitlines()[0] if error.lacks else ""
                     finding.failed = "" if error.lacks else str(error)
@@ -214,9 +210,8 @@ def measure(
     sample_s: float = SAMPLE_S,
     deadline_s: float = math.inf,
 ) -> Judgement:
-    """One run of one benchmark.
+    """One run of one benchmark, of whose samples each is as many steps as the base needs to fill `sample_s`.
 
-    A sample is as many steps, equal for all arms, as the base needs to fill `sample_s` when undisturbed.
     Raises WorkerError where a revision can't run it, which `lacks` it if that is the base; ValueError where
     something compiled is timed that nobody has built for both.
     """

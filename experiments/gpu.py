@@ -95,12 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--minutes", type=float, default=8.5, help="after which it ends; default: %(default)g"
     )
     parser.add_argument("--profile", choices=("smoke", "full"), default="full", help="of each `run`")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=STATE,
-        help="where records and what has ended lie; default: %(default)s",
-    )
+    help_of_results = "where records and what has ended lie; default: %(default)s"
+    parser.add_argument("--results", type=Path, default=STATE, help=help_of_results)
     options = parser.parse_args(arguments)
     if unknown := set(options.steps) - {step.name for step in STEPS}:
         parser.error(f"no step is called {sorted(unknown)[0]!r}; there are {names}")
@@ -214,14 +210,11 @@ def of_step(arguments: Sequence[str], records: Path) -> list[str]:
     """A line for each number of ours beside the paper's, and for what did not run, of the records that `run`
     with these arguments leaves in a folder.
     """
+    from gpipe_bench.harness.experiment import only_of
     from gpipe_bench.harness.store import Store, latest
 
     name, *options = arguments
-    only: dict[str, tuple[str, ...]] = {}
-    for text in options:
-        key, equals, value = text.partition("=")
-        if equals:
-            only[key] = (*only.get(key, ()), value)
+    only = only_of(word for word in options if word != "--only")
     found = [
         record
         for record in latest(Store(records).load(name).records).values()
@@ -236,9 +229,8 @@ def sentences(records: Sequence[Record]) -> Iterator[str]:
         if record.status != "done":
             yield f"{record.label}: {record.status.replace('_', ' ')}: {record.reason.splitlines()[0]}"
     done = [record for record in records if record.status == "done"]
-    for part, say in (("device", _fits), ("", _beside)):
-        if of_part := [each for each in done if (each.case.get("part") == "device") == bool(part)]:
-            yield from say(of_part)
+    yield from _fits([each for each in done if each.case.get("part") == "device"])
+    yield from _beside([each for each in done if each.case.get("part") != "device"])
 
 
 def _fits(records: Sequence[Record]) -> Iterator[str]:
@@ -258,6 +250,8 @@ def _fits(records: Sequence[Record]) -> Iterator[str]:
 
 def _beside(records: Sequence[Record]) -> Iterator[str]:
     """How the numbers stand to the paper's, where these records answer any, and what found no room."""
+    if not records:
+        return
     from gpipe_bench.experiments.registry import load
     from gpipe_bench.harness.compare import compare
 
@@ -265,17 +259,12 @@ def _beside(records: Sequence[Record]) -> Iterator[str]:
         for name, facts in record.details.get("cells", {}).items():
             if facts.get("out_of_memory"):
                 yield f"{record.label}: {name} did not run: {facts['out_of_memory']}"
-    experiment = load(records[0].experiment)
-    cells = [] if experiment.cells is None else compare(experiment.cells(records), whole=())
-    pairs = [
-        (each.ours, each.paper)
-        for each in cells
-        if each.ours is not None and each.paper and each.question == "here"
-    ]
     yield f"{len(records)} {'case is' if len(records) == 1 else 'cases are'} done"
-    if pairs:
-        far = median(abs(ours / paper - 1) for ours, paper in pairs)
-        yield f"{len(pairs)} numbers stand beside the paper's, half of them within {100 * far:.0f} % of it"
+    cells = compare(load(records[0].experiment).cells(records), whole=())
+    here = [each for each in cells if each.question == "here"]
+    if off := [abs(each.ours / each.paper - 1) for each in here if each.ours is not None and each.paper]:
+        half = f"half of them within {100 * median(off):.0f} % of it"
+        yield f"{len(off)} numbers stand beside the paper's, {half}"
 
 
 # Packages and GPUs that this machine has and lacks; `list --machine` uses it, too
@@ -295,9 +284,8 @@ print(json.dumps({
 
 
 def ask_torch() -> dict[str, Any] | str:
-    """torch's facts about itself and the GPUs, or why it can't be asked.
-
-    Runs in a process of its own: a build that does not fit the machine dies without a message.
+    """torch's facts about itself and the GPUs, or why it can't be asked: in a process of its own, since a
+    build that does not fit the machine dies without a message.
     """
     try:
         done = run([sys.executable, "-c", _ASK_TORCH], 120)

@@ -7,7 +7,7 @@ device and without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,6 +142,17 @@ class Experiment:
         """The run options that the results depend on, as records keep them."""
         known: dict[str, Scalar] = {name: getattr(options, name) for name in self.options}
         return known | ({"tf32": True} if options.tf32 else {})
+
+
+def only_of(words: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Words such as K=2 as `RunOptions.only`. Raises ValueError for what is not KEY=VALUE."""
+    only: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--only {word!r} is not KEY=VALUE")
+        only[key] = (*only.get(key, ()), value)
+    return only
 
 
 def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[Case]:

@@ -62,19 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     print(page.first.text(), end="\n\n")
     files = ((HTML, html(page)), (CELLS, cells_csv(page.tables)))
     for name, text in files:
-        write(folder / name, text)
+        try:
+            write_whole(folder / name, text)  # a reader never sees half a page
+        except OSError as error:
+            cause = f"{folder / name}: {error.strerror or error}"
+            raise ValueError(f"can't write {cause}; choose another folder with --output") from error
         print(f"report: {short_path(folder / name)}")
     return DONE
-
-
-def write(path: Path, text: str) -> None:
-    """Replaces the file as a whole: a reader never sees half a page. Raises ValueError if it can't."""
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise ValueError(
-            f"can't write {path}: {error.strerror or error}; choose another folder with --output"
-        ) from error
 
 
 # Everything on record as one page of data

@@ -25,7 +25,7 @@ from gpipe_bench.experiments.commands.output import (
 from gpipe_bench.experiments.drawing import draw
 from gpipe_bench.experiments.registry import PROFILES, load, program
 from gpipe_bench.harness import short_path
-from gpipe_bench.harness.experiment import Experiment, RunOptions
+from gpipe_bench.harness.experiment import Experiment, RunOptions, only_of
 from gpipe_bench.harness.record import Record, encode, printable
 from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.report.table import Shown, answer, screen, shown_of
@@ -123,12 +123,7 @@ def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
             taken = f"--data {arguments.data}: {experiment.name} takes no data"
             raise ValueError(f"{taken}; leave the option out")
         own["data"] = str(arguments.data.resolve())
-    only: dict[str, tuple[str, ...]] = {}
-    for text in arguments.only:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
-            raise ValueError(f"--only {text!r} is not KEY=VALUE")
-        only[key] = (*only.get(key, ()), value)
+    only = only_of(arguments.only)
     device = _device(arguments.device, experiment)
     # Models that are scaled to two cores keep a GPU waiting for its host, and nothing else is timed.
     profile = arguments.profile or ("full" if device == "cuda" else "short")

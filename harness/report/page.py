@@ -1,12 +1,10 @@
 """The report: one HTML page that needs nothing beside itself, and all its numbers as CSV.
 
-A pure function of answers and published numbers: every number of the paper beside ours, and why. The first
-screen has the question, an answer in plain words, and the paper's claims with ours beside them. Its words are
-data (`results/answer.toml`) with places for numbers, and every number comes from a comparison or from a fact
-of the records: a number that the records lack is a dash. README, the page and the terminal show one object.
-
-No time of day goes in, so that the same records always give the same bytes and a report can be kept under
-version control.
+A pure function of answers and published numbers, without a time of day: the same records always give the same
+bytes. The first screen has the question, an answer in plain words, and the paper's claims with ours beside
+them. Its words are data (`results/answer.toml`) with places for numbers, and every number comes from a
+comparison or from a fact of the records: one that the records lack is a dash. README, the page and the
+terminal show one object.
 """
 
 from __future__ import annotations
@@ -260,13 +258,13 @@ def _table(
         info=info,
         location="; ".join(dict.fromkeys(cell.location for cell in located if cell.location)),
         hardware="; ".join(dict.fromkeys(cell.hardware for cell in papers if cell.hardware)),
-        parts=parts_of(name, rows, notes, marks),
+        parts=parts_of(rows, notes, marks),
         notes=notes,
         commands=tuple(dict.fromkeys((c.command, c.machine, c.profile) for c in rows if c.machine)),
     )
 
 
-# All of it for other programs -------------------------------------------------------------------------------
+# All of it for other programs
 
 COLUMNS = (
     "table", "row", "column", "source", "question", "kind", "printed", "paper", "unit", "ours", "low", "high",
@@ -287,7 +285,7 @@ def cells_csv(tables: Sequence[TableView]) -> str:
     return text.getvalue()
 
 
-# HTML -------------------------------------------------------------------------------------------------------
+# HTML
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 MARKS: dict[Answer, str] = {
@@ -309,7 +307,7 @@ def html(page: Page) -> str:
     )  # fmt: skip
     words = tables_of_words
     environment.filters.update(
-        paper=words.paper_text, ours=words.ours_text, spread=words.spread_text, ratio=words.ratio_text,
+        ours=lambda cell: show(cell.ours, cell.unit), spread=words.spread_text, ratio=words.ratio_text,
         answer=answer, key=lambda cell: "|".join(cell.key),
         capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
         marked=_marked, breakable=_breakable,

@@ -1,9 +1,8 @@
 """Numbers of the paper with ours beside them: tables in words, and counts of answers.
 
 What was predicted for the paper's accelerators and what was found here are tables of their own and are never
-added up, and so is what was held against the numbers of others. What stands in an entry is decided here, in
-one rule for its answer; so is the layout of text and markdown: like the paper's table, the lines of an entry
-below each other. Where it stands on a page is the matter of its template.
+added up, and so is what was held against the numbers of others. The lines of an entry stand below each other;
+where it stands on a page is the matter of its template.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Literal, TypeVar, get_args
 
@@ -125,32 +125,27 @@ def numbered(
 
 
 def parts_of(
-    name: str,
-    cells: Sequence[Comparison],
+    comparisons: Sequence[Comparison],
     notes: tuple[str, ...] = (),
     marks: Mapping[Key, tuple[int, ...]] = MappingProxyType({}),
 ) -> tuple[Table, ...]:
-    """The tables that the cells of one table of the paper are shown as."""
+    """The tables that the comparisons touch, part by part."""
     return tuple(
         Table(name=name, part=part, rows=found, notes=notes, marks=marks)
+        for name in dict.fromkeys(cell.table for cell in comparisons)
         for part in PARTS
-        if (found := tuple(cell for cell in cells if part_of(cell) == part))
+        if (found := tuple(c for c in comparisons if c.table == name and part_of(c) == part))
     )
 
 
-def tables_of(comparisons: Sequence[Comparison]) -> list[Table]:
-    """The tables that the comparisons touch, part by part; their notes are numbered through all of them."""
+def tables_of(comparisons: Sequence[Comparison]) -> tuple[Table, ...]:
+    """The same with notes, which are numbered through all of them."""
 
     def notes_of(cell: Comparison) -> list[str]:
         parts = ", ".join(part.replace("_", " ") for part in cell.parts)
         return [*cell.footnotes, *([f"Our range is over: {parts}"] if range_text(cell) else [])]
 
-    notes, marks = numbered(comparisons, notes_of)
-    return [
-        table
-        for name in dict.fromkeys(comparison.table for comparison in comparisons)
-        for table in parts_of(name, [c for c in comparisons if c.table == name], notes, marks)
-    ]
+    return parts_of(comparisons, *numbered(comparisons, notes_of))
 
 
 _BRIEF = ("paper", "ours", "answer")
@@ -160,8 +155,7 @@ def short_text(comparisons: Sequence[Comparison]) -> str:
     """Every table of the comparisons in a screen: paper, ours and the answer, no notes."""
     parts: list[str] = []
     shown: set[str] = set()
-    names = dict.fromkeys(comparison.table for comparison in comparisons)
-    for table in (t for name in names for t in parts_of(name, [c for c in comparisons if c.table == name])):
+    for table in parts_of(comparisons):
         rows = tuple(row for row in table.rows if row.verdict != "not run" and row.printed)
         if table.diagonal:  # sums that follow by arithmetic are counted below
             rows = tuple(row for row in rows if row.verdict != "identity") or rows
@@ -184,9 +178,7 @@ def text_table(comparisons: Sequence[Comparison]) -> str:
 
 def computed_markdown(comparisons: Sequence[Comparison]) -> str:
     """Their tables at the paper's size, without notes, for a markdown page."""
-    found = [cell for cell in comparisons if part_of(cell) == "as published"]
-    names = dict.fromkeys(cell.table for cell in found)
-    tables = [table for name in names for table in parts_of(name, [c for c in found if c.table == name])]
+    tables = [table for table in parts_of(comparisons) if table.part == "as published"]
     return "\n\n".join(replace(_grid(table), title="").markdown() for table in tables)
 
 
@@ -243,17 +235,7 @@ def _found(rows: Sequence[Comparison], always: Sequence[str], other: Sequence[st
     return [what for what in LINES if what in (*always, *having)]
 
 
-# Text of an entry's columns; empty where there is nothing to say -----------------------------------------
-
-
-def paper_text(entry: Comparison) -> str:
-    """The paper's value as printed, with the corrected value where an erratum gives one."""
-    return entry.paper_text if entry.printed else ""
-
-
-def ours_text(entry: Comparison) -> str:
-    """Our number: `3.819 GB`."""
-    return "" if entry.ours is None else show(entry.ours, entry.unit)
+# Text of an entry's columns; empty where there is nothing to say
 
 
 def ours_with_error(entry: Comparison) -> str:
@@ -299,14 +281,14 @@ def ratio_text(entry: Comparison) -> str:
 
 
 LINES: Mapping[str, Callable[[Comparison], str]] = {
-    "paper": paper_text, "torchgpipe": lambda entry: entry.peer_printed, "ours": ours_with_error,
+    "paper": attrgetter("paper_text"), "torchgpipe": attrgetter("peer_printed"), "ours": ours_with_error,
     "our range": lambda entry: "" if entry.is_computed else range_text(entry),
     "ours / paper": ratio_text, "answer": answer,
 }  # fmt: skip
 """The lines of an entry in a table of text, in order."""
 
 
-# Counts -----------------------------------------------------------------------------------------------------
+# Counts
 
 
 def counts_text(cells: Iterable[Comparison]) -> str:

@@ -19,7 +19,7 @@ from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.cli import parser as cli_parser
 from gpipe_bench.experiments.gpu import DONE, FAILED, LACKING, NO_GPU, STEPS, Step, main, of_step, sentences
 from gpipe_bench.experiments.registry import load
-from gpipe_bench.harness.experiment import RunOptions, select
+from gpipe_bench.harness.experiment import RunOptions, only_of, select
 from gpipe_bench.harness.record import Metric, Record
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import Result
@@ -155,13 +155,9 @@ def test_every_command_fits_into_a_call_and_names_cases_that_there_are(profile: 
         if "pytest" in words:
             continue
         options = cli_parser(["run"]).parse_args(words[3:])
-        only: dict[str, tuple[str, ...]] = {}
-        for text in options.only:
-            key, _, value = text.partition("=")
-            only[key] = (*only.get(key, ()), value)
         experiment = load(options.name)
         cases = experiment.cases(RunOptions(profile=options.profile, device=options.device))
-        assert select(cases, only)
+        assert select(cases, only_of(options.only))
         assert options.results == tmp_path
     memory = {step.name: step.memory_gib for step in STEPS}
     assert memory["baseline"] == max(half.cap_gib for half in HALVES.values())

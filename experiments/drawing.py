@@ -4,10 +4,7 @@ share: a theme, and a Gantt chart of a timeline.
 Drawing is slow and reading is fast, so a page takes the pictures that a run left behind. A picture of other
 records would be a lie, so beside each experiment's figures lies a digest of the records they were drawn from.
 
-The theme is entered while a plot is drawn and left again, so that none changes another. The chart has stages
-from top to bottom and time from left to right, and shows at a glance what a table of seconds hides: where a
-stage waits, and for whom. It reads a `Timeline` and nothing else, so measured and replayed steps are drawn
-alike.
+The chart reads a `Timeline` and nothing else, so measured and replayed steps are drawn alike.
 """
 
 from __future__ import annotations
@@ -176,10 +173,7 @@ def draw(experiment: Experiment, records: Sequence[Record], folder: Path) -> lis
 
 
 def drawn(experiment: Experiment, records: Sequence[Record], folder: Path) -> list[Path] | None:
-    """The figures in the folder if they are all of these records, none missing, else None.
-
-    A PNG alone is enough where the drawing of the same name is missing.
-    """
+    """The figures in the folder if they are all of these records, none missing, else None."""
     try:
         note = json.loads((folder / f"{experiment.name}.json").read_text(encoding="utf-8"))
         files = [folder / Path(str(file)).name for file in note["files"]]
@@ -229,9 +223,7 @@ def pictures_of(
 
 
 def _picture(path: Path, plot: Plot, machine: str) -> Picture:
-    """An SVG as it is; the same pixels of a PNG with fewer colours and compressed without a loss, a fifth of
-    the bytes.
-    """
+    """An SVG as it is; the pixels of a PNG with fewer colours, a fifth of the bytes."""
     from gpipe_bench.harness.report.page import data_url
 
     if path.suffix == ".svg":

@@ -1,8 +1,8 @@
 """The published numbers, as printed: results/paper.csv, checked.
 
 The file keeps each number as text, so that the interval it stands for follows from its digits. It also says
-what kind of number each is, because a number that follows by arithmetic from others confirms nothing but
-the arithmetic, and one that is printed twice is still one number.
+what kind of number each is: one that follows by arithmetic from others confirms nothing but the arithmetic, and
+one that is printed twice is still one number.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import csv
 import functools
 import io
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -90,14 +89,11 @@ class PaperNumber:
             raise ValueError(f"a formula that is evaluated is an identity, not a {self.kind}")
         if self.error is None and self.form in ("read off", "derived"):
             raise ValueError(f"a number that is {self.form} needs its error; its digits do not give it")
-        if self.error is not None:
-            by_digits = self.form in ("", "words") and not self.corrected_printed
-            if self.exact or by_digits:
-                raise ValueError(
-                    "an error is for numbers read off, derived, evaluated or corrected from rounded ones"
-                )
-            if not 0 < self.error < math.inf:
-                raise ValueError(f"error is {self.error}, not a positive number in {self.unit}")
+        by_digits = self.exact or (self.form in ("", "words") and not self.corrected_printed)
+        if self.error is not None and by_digits:
+            raise ValueError("an error is for what is read off, derived, evaluated or corrected")
+        if self.error is not None and not 0 < self.error < math.inf:
+            raise ValueError(f"error is {self.error}, not a positive number in {self.unit}")
         if self.form == "words":
             if not (math.isfinite(self.value) and self.printed):
                 raise ValueError("a number in words needs the words as printed and the value they stand for")
@@ -183,12 +179,10 @@ def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
     rows = csv.DictReader(io.StringIO(content, newline=""), strict=True)
     if tuple(rows.fieldnames or ()) != COLUMNS:
         raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
-    cells: dict[int, PaperNumber] = {}
+    found: list[PaperNumber] = []
     lines: dict[tuple[str, ...], int] = {}
-    line = 0
     try:
         for row in rows:
-            line = rows.line_num
             if None in row or None in row.values():
                 raise ValueError(f"a row has {len(COLUMNS)} fields")
             given: dict[str, Any] = {name: text for name, text in row.items() if text}  # the others: defaults
@@ -197,36 +191,15 @@ def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
                 given["exact"] = given["exact"] == "yes" or given["exact"]
             if "same_as" in given:
                 given["same_as"] = given["same_as"].split("|")
-            cell = cells[line] = msgspec.convert(given, PaperNumber, strict=False)
-            first = lines.setdefault((cell.source, *cell.key), line)
-            if first != line:
-                raise ValueError(f"{cell.key} of {cell.source} stands on line {first} already")
-        by_key = {cell.key: cell for cell in cells.values() if cell.source == "paper"}
-        for line, cell in cells.items():  # noqa: B007  # the line is said below
-            if cell.same_as is not None:
-                _check_repetition(cell, cell.same_as, by_key)
+            found.append(msgspec.convert(given, PaperNumber, strict=False))
+            place = (found[-1].source, *found[-1].key)
+            if lines.setdefault(place, rows.line_num) != rows.line_num:
+                raise ValueError(f"{' / '.join(place)} stands on line {lines[place]} already")
     except ValueError as error:
-        raise ValueError(f"{path}:{line}: {error}") from error
-    return tuple(cells.values())
+        raise ValueError(f"{path}:{rows.line_num}: {error}") from error
+    return tuple(found)
 
 
-def of_the_paper(paper: Sequence[PaperNumber] | None = None) -> dict[tuple[str, str, str], PaperNumber]:
-    """The paper's own numbers, nobody else's, by table, row and column; by default those of the file."""
-    return {cell.key: cell for cell in (load_paper() if paper is None else paper) if cell.source == "paper"}
-
-
-def _check_repetition(
-    cell: PaperNumber, place: tuple[str, str, str], by_key: Mapping[tuple[str, str, str], PaperNumber]
-) -> None:
-    first = by_key.get(place)
-    if first is None or first is cell or cell.source != "paper":
-        raise ValueError(f"same_as {place} is no other number of the paper")
-    if first.same_as is not None:
-        raise ValueError(f"same_as {place} is itself the same as {first.same_as}; name that one")
-    if cell.form in ("derived", "words"):  # the same number in other words, such as an increase for a ratio
-        return
-    if first.unit != cell.unit:
-        raise ValueError(f"same_as {place} is in {first.unit}, this number in {cell.unit}")
-    apart = abs(cell.value - first.value) - cell.rounding - first.rounding
-    if apart > 1e-9 * max(abs(cell.value), abs(first.value)):
-        raise ValueError(f"{cell.printed!r} and {first.printed!r} of {place} are not one number")
+def of_the_paper() -> dict[tuple[str, str, str], PaperNumber]:
+    """The paper's own numbers, nobody else's, by table, row and column."""
+    return {cell.key: cell for cell in load_paper() if cell.source == "paper"}

@@ -1,12 +1,9 @@
 """What a guard run measures: two checkouts, and three arms: base, head, and the base as the control.
 
-The base is where HEAD left a given revision. `git worktree` shares the object store, so that a checkout takes
-a second and needs no network except for submodules; it is removed whatever happens, and what a killed guard
-left is removed by the next.
-
-What is compared must live in processes of its own, or two versions of a package could not be loaded; and they
-must outlive the single measurement, or start-up would be measured. JSON crosses the pipes, never pickles: the
-code at the other end may be any revision.
+The base is where HEAD left a given revision, checked out by `git worktree`; it is removed whatever happens,
+and what a killed guard left is removed by the next. What is compared lives in processes of its own, which
+outlive the single measurement. JSON crosses the pipes, never pickles: the code at the other end may be any
+revision.
 
 A command that prints a number, in any language, is an arm as well: a sample is one run of it in the folder of
 its revision, with the threads and devices that it takes, and its value what it says of itself: seconds,
@@ -64,14 +61,13 @@ class Command:
     """A command line, and which part of its standard output is the number.
 
     Args:
-        line: for the shell.
+        line: for the shell
         pattern: a regular expression whose group, or whole match, is the number; any number if "". The
-            last match counts.
-        higher_is_better: whether the number is a rate.
-        timeout_s: a run that takes longer counts as hung.
+            last match counts
+        higher_is_better: whether the number is a rate
+        timeout_s: a run that takes longer counts as hung
 
-    Raises:
-        ValueError: nothing to run, an expression that is none or has several groups, no time.
+    Raises ValueError without a line or time, and for an expression that is none or has several groups.
     """
 
     line: str
@@ -131,20 +127,14 @@ class CommandArm:
         """
         command, begin_s, before_s = self.command, time.monotonic(), _children_s()
         what = f"--command {command.line!r} of {self._where}"
-        try:
-            done = run(command.line, command.timeout_s, cwd=self._tree, env=self._environment)
-        except subprocess.TimeoutExpired:
-            raise ValueError(
-                f"{what} has not ended for {command.timeout_s:g} s; --timeout-s gives it more"
-            ) from None
+        said = _said(
+            what, command.line, command.timeout_s, "; --timeout-s gives it more",
+            "; what the base has not yet can lie outside of the repository, and --build builds what must be "
+            "built", cwd=self._tree, env=self._environment,
+        )  # fmt: skip
         self.taken_s = time.monotonic() - begin_s
-        if done.returncode:
-            raise ValueError(
-                f"{what} failed with status {done.returncode}: {_tail(done.stderr or done.stdout)}; what the "
-                "base has not yet can lie outside of the repository, and --build builds what must be built"
-            )
         try:
-            number = command.number(done.stdout)
+            number = command.number(said)
         except ValueError as error:
             raise ValueError(f"{what} {error}") from error
         cpu_s = max(_children_s() - before_s, 1e-6)
@@ -199,6 +189,21 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def _said(
+    what: str, command: str | Sequence[str], timeout_s: float, if_late: str = "", if_failed: str = "",
+    **options: Any,
+) -> str:  # fmt: skip
+    """Standard output of a program. Raises ValueError, which begins with `what`, where it fails or hangs."""
+    try:
+        done = run(command, timeout_s, **options)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{what} has not ended for {timeout_s:g} s{if_late}") from None
+    if done.returncode:
+        told = _tail(done.stderr or done.stdout)
+        raise ValueError(f"{what} failed with status {done.returncode}: {told}{if_failed}")
+    return done.stdout
+
+
 def _tail(text: str) -> str:
     return " / ".join(text.strip().splitlines()[-TAIL:])
 
@@ -208,11 +213,12 @@ class Subject:
     """The folder that is measured, by the benchmarks of a file or by a command.
 
     Args:
-        root: in a git work tree; what is measured, as it lies there.
-        benchmarks: their names.
-        folders: where modules are imported from, below `root`.
-        file: a Python file with a dictionary BENCHMARKS of functions, unless a `command` is timed.
-        build: a command that makes a checkout usable.
+        root: in a git work tree; what is measured, as it lies there
+        benchmarks: their names
+        folders: where modules are imported from, below `root`
+        file: a Python file with a dictionary BENCHMARKS of functions, unless a `command` is timed
+        command: what is timed instead
+        build: a command that makes a checkout usable
     """
 
     root: Path
@@ -224,17 +230,8 @@ class Subject:
 
     def prepare(self, tree: Path, where: str) -> None:
         """Runs the build command in a checkout. Raises ValueError with the end of what it said."""
-        if not self.build:
-            return
-        try:
-            done = run(self.build, BUILD_TIMEOUT_S, cwd=tree)
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(f"--build {self.build!r} has not ended for {BUILD_TIMEOUT_S} s") from error
-        if done.returncode:
-            said = _tail(done.stderr or done.stdout)
-            raise ValueError(
-                f"--build {self.build!r} failed with status {done.returncode} in {where}: {said}"
-            )
+        if self.build:
+            _said(f"--build {self.build!r} in {where}", self.build, BUILD_TIMEOUT_S, cwd=tree)
 
     def modules(self, tree: Path) -> str:
         """PYTHONPATH of a process that measures a checkout: what is installed comes behind it."""
@@ -473,12 +470,8 @@ def _git(root: Path, *arguments: str) -> str:
     """Output of a git command, stripped. Raises ValueError with what git said."""
     # Inside a hook git points these at the hook's own repository and index.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", os.fspath(root), *arguments]
     try:
-        done = run(["git", "-C", os.fspath(root), *arguments], GIT_TIMEOUT_S, env=environment)
+        return _said(f"git {arguments[0]}", command, GIT_TIMEOUT_S, env=environment).strip()
     except OSError as error:
         raise ValueError(f"git can't be started: {error}") from error
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"git {arguments[0]} has not ended for {GIT_TIMEOUT_S} s") from error
-    if done.returncode:
-        raise ValueError(done.stderr.strip() or f"git {arguments[0]} failed with status {done.returncode}")
-    return done.stdout.strip()

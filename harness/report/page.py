@@ -77,7 +77,7 @@ class _Words(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstScreen:
-    """Question, paragraphs and claims shown first. `claims` are rows of (claim, paper, ours, how, answer)."""
+    """What is shown first. `claims` are rows of the columns `CLAIMS`."""
 
     question: str
     paragraphs: tuple[str, ...]
@@ -86,7 +86,7 @@ class FirstScreen:
     CLAIMS = ("claim", "paper", "ours", "how", "answer")
 
     def markdown(self) -> str:
-        """Text in markdown, for README."""
+        """Text for README."""
         claims = Grid(columns=self.CLAIMS, lines=self.claims).markdown()
         return "\n\n".join([*self.paragraphs, claims])
 
@@ -101,9 +101,7 @@ class FirstScreen:
 
 
 def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Path = PATH) -> FirstScreen:
-    """The words with the numbers of the comparisons and facts. Raises ValueError where the file can't be
-    read.
-    """
+    """The words with the numbers of the comparisons and facts. Raises ValueError for an unreadable file."""
     try:
         words = msgspec.toml.decode(path.read_bytes(), type=_Words)
     except (OSError, msgspec.DecodeError) as error:
@@ -195,8 +193,7 @@ class Page:
 
 
 SUMMARY = ("computed at the paper's size", "agree", "differ", "no test", "median off", "rank", "directions")
-"""The columns of what sums up a table: how many cells agree, differ and are no test, the median of
-|ours / paper - 1|, the rank correlation, and how many neighbours over K and M move as the paper's do."""
+"""The columns of what sums up a table (`reproduced.Summed`)."""
 
 
 def page_of(
@@ -213,7 +210,7 @@ def page_of(
     The first screen is of `headline`, by default of all answers, and of `facts`; `summaries` are of the
     tables that were computed at the paper's size.
     """
-    names = dict.fromkeys([cell.table for cell in paper] + [cell.table for cell in answers])
+    names = dict.fromkeys(cell.table for cell in (*paper, *answers))
     views = [
         _table(
             name,
@@ -274,9 +271,7 @@ COLUMNS = (
 
 
 def cells_csv(tables: Sequence[TableView]) -> str:
-    """All cells in the order of the page. Numbers stand as Python writes them, so reading them back gives the
-    same; an empty field is a number that there is not.
-    """
+    """All cells in the order of the page; an empty field is a number that there is not."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

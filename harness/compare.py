@@ -23,10 +23,9 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from gpipe_bench.harness.paper import PaperNumber, load_paper
+from gpipe_bench.harness.paper import PaperNumber, convert, load_paper, percent, show
 from gpipe_bench.harness.record import Metric, interval_name
 from gpipe_bench.harness.reproduction import Unknown, Way, load_reproduction, words
-from gpipe_bench.harness.units import convert, percent, show
 from gpipe_bench.harness.verdict import (
     DIFFERS,
     NARROW,

@@ -1,17 +1,15 @@
 """Runs the cases of an experiment and keeps each result the moment it is there.
 
 What is on record is not run again; what fails becomes a record and the run goes on; what can't be written
-is handed to the caller, so it can be shown. Of two runs of an experiment on the same folder the second waits.
-One run has several cases at work only where the experiment times nothing:
+is handed to the caller. Of two runs of an experiment on the same folder the second waits. One run has several
+cases at work only where the experiment times nothing:
 
                   thread 1 --case--> process 1
     run ---pool-<                                    each answers with the finished record
                   thread 2 --case--> process 2
 
 Each thread has a process of its own, so whatever a case does to its process (a crash, a kill for want of
-memory) is that case's result and nobody else's.
-
-How far a run is and how long it still takes shows a bar on a terminal, and plain lines everywhere else: on
+memory) is that case's result alone. How far a run is shows a bar on a terminal, and lines everywhere else: on
 standard error, so that standard output holds results alone.
 """
 
@@ -35,10 +33,10 @@ from typing import NoReturn, TextIO
 
 from gpipe_bench.harness.environment import environment, usable_cores
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions, select
+from gpipe_bench.harness.paper import UNITS
 from gpipe_bench.harness.processes import SETTLE_S, check, held, number_of, started, starting
 from gpipe_bench.harness.record import FINAL, SCHEMA, Record, decode, encode, printable
 from gpipe_bench.harness.store import Problem, Store, StoreError, latest, lines_of
-from gpipe_bench.harness.units import UNITS
 
 MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
 
@@ -301,7 +299,7 @@ def _outcome(experiment: Experiment, case: Case, options: RunOptions) -> Outcome
             if metric.unit not in UNITS:
                 raise ValueError(
                     f"metric {metric.name!r}: unknown unit {metric.unit!r}; known are {', '.join(UNITS)}; a "
-                    "new one is a line of harness/units.py"
+                    "new one is a line of harness/paper.py"
                 )
         return outcome
     except (Exception, SystemExit) as error:

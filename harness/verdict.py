@@ -107,9 +107,9 @@ class Comparison(Place):
     instead where an erratum gives it. `low` and `high` are our 95 % interval, `range_low` and `range_high`
     how far our number may lie over everything that is not known, which `parts` name. The verdict would have
     been against a published number below `fails_below` or above `fails_above`; None where it could not have
-    been on that side. `ratio` is ours over the value judged, `factor` how far the nearest ends of the two
-    ranges are apart where they don't meet. `counted` says whether it counts among the paper's numbers: no
-    context, no repetition, nobody else's. `peer` is the same number as somebody else published it.
+    been. `ratio` is ours over the value judged, `factor` how far the nearest ends of the two ranges are apart
+    where they don't meet. `counted` says whether it counts among the paper's numbers. `peer` is the same
+    number as somebody else published it.
 
     `entry` is our answer; `machine`, `profile` and `command` say where our number was found. These are for
     the page, and not among what `to_data` has.

@@ -26,13 +26,12 @@ from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
 from gpipe_bench.harness import REFERENCE, short_path
 from gpipe_bench.harness.environment import environment_facts
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
+from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables, percent
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, cells_csv, html, page_of
 from gpipe_bench.harness.report.table import answer, judged, readable
 from gpipe_bench.harness.store import Store, latest, lines_of, write_whole
-from gpipe_bench.harness.units import percent
 from gpipe_bench.harness.verdict import Comparison
 
 COMMAND = "nox -s report"

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.paper import convert, load_paper, show
 from gpipe_bench.harness.record import Metric, Record, Scalar
 from gpipe_bench.harness.report.grid import fill, numbers_text
 from gpipe_bench.harness.report.reproduced import errors
-from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.verdict import Result
 
 SCRIPTS = ("amoebanet", "resnet101", "resnet101-accuracy", "unet")

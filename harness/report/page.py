@@ -25,7 +25,7 @@ import msgspec
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.compare import absent, judge, peers_of
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.paper import PaperNumber, PaperTable
+from gpipe_bench.harness.paper import PaperNumber, PaperTable, show
 from gpipe_bench.harness.report import table as tables_of_words
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.report.table import (
@@ -38,7 +38,6 @@ from gpipe_bench.harness.report.table import (
     parts_of,
     range_text,
 )
-from gpipe_bench.harness.units import show
 from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Question
 
 if TYPE_CHECKING:
@@ -288,9 +287,6 @@ MARKS: dict[Answer, str] = {
 }  # fmt: skip
 """A shape beside each answer, because colour alone reaches not everybody and no printer."""
 
-_BETWEEN_CELLS = re.compile(r"(</(?:td|tr|th|thead|tbody|table)>|<(?:tr|tbody|thead)[^>]*>)\s*\n\s*(?=<)")
-"""Line ends that a reader cannot see, in a page with thousands of cells that is sent by mail."""
-
 
 def html(page: Page) -> str:
     """The page as one file: styles and figures inside, no script, nothing fetched from anywhere."""
@@ -309,12 +305,11 @@ def html(page: Page) -> str:
     )  # fmt: skip
     style, bibtex = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "cite.bib"))
     packed = gzip.compress(cells_csv(page.tables).encode(), mtime=0)  # without a time of day
-    text = environment.get_template("report.html.j2").render(
+    return environment.get_template("report.html.j2").render(
         page=page, answers=ANSWERS,
         marks=MARKS, meanings=MEANINGS, asked=words.ASKED, style=style, bibtex=bibtex,
         cells_url=data_url(packed, "application/gzip"),
     )  # fmt: skip
-    return _BETWEEN_CELLS.sub(r"\1", text)
 
 
 def data_url(content: bytes, kind: str) -> str:

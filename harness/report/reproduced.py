@@ -15,12 +15,11 @@ import msgspec
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.paper import SENTENCES, load_paper, of_the_paper
+from gpipe_bench.harness.paper import SENTENCES, convert, load_paper, of_the_paper, percent, show
 from gpipe_bench.harness.record import REPRODUCTION, Record, of_case
 from gpipe_bench.harness.report.grid import fill, numbers_text
 from gpipe_bench.harness.report.table import Answer, answer, is_beside
 from gpipe_bench.harness.reproduction import Kind, PredictorError, Published, of_quotient, predictor_errors
-from gpipe_bench.harness.units import convert, percent, show
 from gpipe_bench.harness.verdict import Comparison, Part, Result, Spread
 
 Place = tuple[str, str, str]

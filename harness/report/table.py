@@ -16,10 +16,9 @@ from typing import Literal, TypeVar, get_args
 
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.paper import SENTENCES
+from gpipe_bench.harness.paper import SENTENCES, percent, show, show_interval, show_with_interval
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, Grid, fill, within
-from gpipe_bench.harness.units import percent, show, show_interval, show_with_interval
 from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Result, Verdict
 
 Answer = Literal["agrees", "follows", "differs", "no test", "not judged", "not run"]

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_bench.harness.compare import judge, worded
-from gpipe_bench.harness.paper import PaperNumber, load_paper, of_the_paper
+from gpipe_bench.harness.paper import PaperNumber, load_paper, of_the_paper, parse_printed
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.reproduction import Unknown, load_unknowns, words
-from gpipe_bench.harness.units import parse_printed
 from gpipe_bench.harness.verdict import Result
 
 

@@ -7,9 +7,8 @@ So all ways (arms) take turns: a round runs them in a new random order, there an
     round 2   C A B   B A C
 
 A drift within the round then weighs on all of them alike, and only numbers of one round are set against each
-other. Everything here that is timed beside something else takes its turns in this order: steps of the tables,
-engines, rates of a link, revisions under the guard. Each process notes what the machine's cores did meanwhile
-(`Usage`), so that disturbed timings show. psutil is imported only for that.
+other: steps of the tables, engines, revisions under the guard. Each process notes what the machine's cores did
+meanwhile (`Usage`), so that disturbed timings show.
 
 Below it is judged whether a program became slower. What counts is the median over rounds of the ratio
 *within* a round, with a bootstrap interval over rounds, and only beyond `THRESHOLD`: stored times of another
@@ -131,9 +130,8 @@ class Usage(NamedTuple):
 
 
 def used_by_others(of_processes: Sequence[Usage]) -> float:
-    """Share of the machine's cores that programs other than these processes took over the same stretch.
-
-    The processes measure the machine a moment apart, so the busiest that any saw counts.
+    """Share of the machine's cores that programs other than these processes took over the same stretch: the
+    most that any of them saw.
     """
     own_s = sum(each.cpu_s for each in of_processes)
     return max(max(0.0, each.busy_s - own_s) / (each.wall_s * each.num_cores) for each in of_processes)
@@ -287,9 +285,8 @@ def change(ratios: Sequence[float], confidence: float) -> Change:
 
 
 def verdict_of(head: Change, noise_floor: float = 0.0) -> Verdict:
-    """Verdict of an interval by itself; the threshold is equally far in both directions, in logarithms.
-
-    An improvement must also lie beyond the noise floor: unlike a regression, no second run confirms it.
+    """Verdict of an interval by itself. An improvement must also lie beyond the noise floor: unlike a
+    regression, no second run confirms it.
     """
     slower, faster = THRESHOLD, 1 / (1 + THRESHOLD) - 1
     if head.low > slower:

@@ -72,10 +72,9 @@ def run_experiment(
 ) -> RunResult:
     """Runs what is not on record, or all with `options.fresh`; `on_record(record, saved)` sees each result.
 
-    `jobs` cases are at work at the same time, each in a process of its own if there are several. Raises
-    ValueError, before anything is run, where options name what the experiment doesn't have or `jobs` is more
-    than one although the experiment times its cases. An interrupt (see `stopping`) ends the run; what was
-    finished is kept, and what the signal broke off is no result.
+    `jobs` cases are at work at the same time, each in a process of its own if there are several. An interrupt
+    ends the run; what was finished is kept, and what the signal broke off is no result. Raises ValueError,
+    before anything is run, for options that the experiment does not have.
     """
     if jobs < 1:
         raise ValueError(f"--jobs {jobs}: give the number of cases to run at the same time, 1 or more")
@@ -131,9 +130,7 @@ class _Run:
     """Around everything but the cases themselves."""
 
     def beside_each_other(self, cases: Mapping[str, Case], jobs: int, stop: Callable[[], None]) -> None:
-        """Cases of one group in turn; the longest groups first, so that the last ones to run are short and no
-        process waits long for another.
-        """
+        """Cases of one group in turn; the longest groups first, so that no process waits long for another."""
         groups: dict[str, dict[str, Case]] = {}
         for identity, case in cases.items():
             groups.setdefault(case.group or identity, {})[identity] = case

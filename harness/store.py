@@ -7,9 +7,8 @@ happens to a file afterwards (a torn tail, an edit, a line of a newer version) c
 reported, never the others.
 
 Several processes may share the files: each append holds the file, and a run its experiment, so that a second
-run waits, and finds on record what the first one did. Locks vanish with the process that held them. Where the
-system or the file system has none (Windows, some network mounts) they are granted at once: single appends
-stay whole, only work may be done twice.
+run waits, and finds on record what the first one did. Locks vanish with the process that held them. Where
+there are none (Windows, some network mounts) single appends stay whole, only work may be done twice.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ class Store:
 
     @contextlib.contextmanager
     def held(self, experiment: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """Inside, no other run of the experiment is at work here; `waiting` is called where one still is.
-
-        The lock is this process's own: what a killed run leaves behind does not keep it.
-        """
+        """Inside, no other run of the experiment is at work here; `waiting` is called where one still is."""
         path = self.path(experiment).with_name(f".{experiment}.lock")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,30 +131,20 @@ class Store:
         return Loaded(tuple(records), tuple(problems))
 
 
-def lines_of(problems: Iterable[Problem], most: int = 5) -> list[str]:
-    """The problems as lines for people; of a file with more than `most` only the first, and a count."""
-    by_file: dict[Path, list[Problem]] = {}
-    for problem in problems:
-        by_file.setdefault(problem.path, []).append(problem)
-    lines: list[str] = []
-    for path, found in by_file.items():
-        lines += [str(problem) for problem in found[:most]]
-        if len(found) > most:
-            lines.append(
-                f"{path}: {len(found) - most} more lines can't be read, the last is {found[-1].line}"
-            )
+def lines_of(problems: Sequence[Problem], most: int = 5) -> list[str]:
+    """The problems of a file as lines for people; of more than `most` only the first, and a count."""
+    lines = [str(problem) for problem in problems[:most]]
+    if len(problems) > most:
+        left, last = len(problems) - most, problems[-1]
+        lines.append(f"{last.path}: {left} more lines can't be read, the last is {last.line}")
     return lines
 
 
-def left_out(problems: Iterable[Problem], experiment: str) -> str:
+def left_out(problems: Sequence[Problem], experiment: str) -> str:
     """Text of a comparison about the lines that it could not read, with the remedy."""
-    return "\n".join(
-        [
-            "left out, and not judged:",
-            *(f"  {line}" for line in lines_of(problems)),
-            f"restore the file from a copy, or make these cases anew with: run {experiment}",
-        ]
-    )
+    lines = ["left out, and not judged:", *(f"  {line}" for line in lines_of(problems))]
+    lines.append(f"restore the file from a copy, or make these cases anew with: run {experiment}")
+    return "\n".join(lines)
 
 
 def latest(records: Iterable[Record]) -> dict[str, Record]:

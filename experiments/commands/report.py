@@ -126,10 +126,8 @@ def build(results: Path, *, figures: bool = True) -> Page:
 
 
 def table_infos(experiments: Sequence[Experiment], profiles: Mapping[str, set[str]]) -> dict[str, PaperTable]:
-    """The published tables in words, with the reason for cells that no record answers: a cell that nobody
-    ran must say why; "not run" alone would look like an oversight where the reason is a thousand TPU hours.
-
-    `profiles` are those that each experiment has records of.
+    """The published tables in words, with the reason for cells that no record answers. `profiles` are those
+    that each experiment has records of.
     """
     infos = dict(load_tables())
     for experiment in experiments:

@@ -14,13 +14,12 @@ import csv
 import gzip
 import io
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import msgspec
 
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.compare import absent, judge, peers_of
@@ -38,7 +37,7 @@ from gpipe_bench.harness.report.table import (
     parts_of,
     range_text,
 )
-from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Question
+from gpipe_bench.harness.verdict import QUESTIONS, Comparison
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -48,30 +47,6 @@ if TYPE_CHECKING:
 PATH = PUBLISHED / "answer.toml"
 DIGITS = 3
 _PLACE = re.compile(r"\{([\w. ]+)\}")
-
-
-class _Number(msgspec.Struct, forbid_unknown_fields=True):
-    place: tuple[str, str, str]
-    question: Question = "here"
-
-    @property
-    def key(self) -> tuple[str, str, str, str, str]:
-        return (*self.place, "paper", self.question)
-
-
-class _Claim(msgspec.Struct, forbid_unknown_fields=True):
-    says: str
-    paper: str
-    answers: tuple[str, ...]
-    ours: str
-    how: str
-
-
-class _Words(msgspec.Struct, forbid_unknown_fields=True):
-    question: str
-    numbers: dict[str, _Number]
-    answer: tuple[str, ...]
-    claim: tuple[_Claim, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,13 +75,13 @@ class FirstScreen:
 
 
 def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Path = PATH) -> FirstScreen:
-    """The words with the numbers of the comparisons and facts. Raises ValueError for an unreadable file."""
-    try:
-        words = msgspec.toml.decode(path.read_bytes(), type=_Words)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    """The words of the file with the numbers of the comparisons and facts."""
+    words = tomllib.loads(path.read_text(encoding="utf-8"))
     at = {cell.key: cell for cell in reversed(cells)}
-    found = {name: at[each.key] for name, each in words.numbers.items() if each.key in at}
+    found = {}
+    for name, each in words["numbers"].items():
+        if (key := (*each["place"], "paper", each.get("question", "here"))) in at:
+            found[name] = at[key]
     given = dict(facts)
     for name, cell in found.items():
         given[name] = "-" if cell.ours is None else show(cell.ours, cell.unit, DIGITS)
@@ -117,14 +92,12 @@ def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Pa
         return _PLACE.sub(lambda match: given.get(match[1], "-"), text)
 
     claims = []
-    for claim in words.claim:
-        said = [answer(found[name]) if name in found else "not run" for name in claim.answers]
+    for claim in words["claim"]:
+        said = [answer(found[name]) if name in found else "not run" for name in claim["answers"]]
         word = ", ".join(dict.fromkeys(said) if len(set(said)) == 1 else said)
-        texts = (claim.says, claim.paper, claim.ours, claim.how)
-        claims.append((*map(filled, texts), word))
-    return FirstScreen(
-        question=words.question, paragraphs=tuple(map(filled, words.answer)), claims=tuple(claims)
-    )
+        claims.append((*(filled(claim[name]) for name in ("says", "paper", "ours", "how")), word))
+    paragraphs = tuple(map(filled, words["answer"]))
+    return FirstScreen(question=words["question"], paragraphs=paragraphs, claims=tuple(claims))
 
 
 # The page
@@ -209,7 +182,7 @@ def page_of(
     The first screen is of `headline`, by default of all answers, and of `facts`; `summaries` are of the
     tables that were computed at the paper's size.
     """
-    names = dict.fromkeys(cell.table for cell in (*paper, *answers))
+    names = dict.fromkeys([cell.table for cell in paper] + [cell.table for cell in answers])
     views = [
         _table(
             name,

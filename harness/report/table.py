@@ -182,8 +182,8 @@ def computed_markdown(comparisons: Sequence[Comparison]) -> str:
 
 
 def _grid(table: Table, only: Sequence[str] = ()) -> Grid:
-    """The table as the paper prints it, or a line for each entry where that would be mostly empty; of the
-    lines of an entry `only` these, by default all that any has.
+    """The table as the paper prints it, or a line for each entry where that would be mostly empty; of an
+    entry's lines `only` these, by default all that any has.
     """
     places = dict.fromkeys(row.location for row in table.rows if row.location)
     hardware = dict.fromkeys(row.hardware for row in table.rows if row.hardware)
@@ -332,9 +332,8 @@ MOST_SCREEN = 100
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Results of some records of one experiment, computed once for all readers.
-
-    `comparisons` has one for every entry, and one for every number of the same tables that nobody produced.
+    """Results of some records of one experiment. `comparisons` has one for every entry, and one for every
+    number of the same tables that nobody produced.
     """
 
     records: tuple[Record, ...]
@@ -364,11 +363,8 @@ def is_beside(cell: Comparison) -> bool:
 
 
 def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool = False) -> Shown:
-    """The experiment's entries beside the paper's numbers, and its text.
-
-    A `brief` one is what a screen takes: no text where there are numbers.
-
-    Raises RuntimeError where the entries contradict themselves, and whatever the experiment stumbles over.
+    """The experiment's entries beside the paper's numbers, and its text: a `brief` one has none where there
+    are numbers. Raises RuntimeError where the entries contradict themselves.
     """
     _, comparisons = judged(experiment, records)
     computed = (
@@ -379,13 +375,9 @@ def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool =
         return shown
     tables = experiment.tables
     others = [cell for cell in comparisons if not (computed and is_shown_computed(cell))]
-    parts = [
-        computed,
-        text_table(others) if others or tables is None else "",
-        "" if tables is None else tables(records),
-    ]
-    text = "\n\n".join(filter(None, parts))
-    return Shown(tuple(records), tuple(comparisons), text, computed)
+    judged_text = text_table(others) if others or tables is None else ""
+    parts = [computed, judged_text, "" if tables is None else tables(records)]
+    return replace(shown, text="\n\n".join(filter(None, parts)))
 
 
 def judged(experiment: Experiment, records: Sequence[Record]) -> tuple[list[Result], list[Comparison]]:

@@ -94,12 +94,11 @@ def code_state(root: Path) -> dict[str, Any]:
     return {**known, "git_commit": commit, "git_dirty": is_dirty}
 
 
-def source_digest(root: Path, parts: Sequence[str] = PACKAGES) -> str:
-    """Digest of the sources in these folders below the root; a part may also be a single file."""
+def source_digest(root: Path) -> str:
+    """Digest of the sources below the root."""
     digest = hashlib.sha256()
-    for part in parts:
-        place = root / part
-        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+    for part in PACKAGES:
+        for path in sorted((root / part).rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

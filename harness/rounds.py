@@ -7,7 +7,7 @@ So all ways (arms) take turns: a round runs them in a new random order, there an
     round 2   C A B   B A C
 
 A drift within the round then weighs on all of them alike, and only numbers of one round are set against each
-other: steps of the tables, engines, revisions under the guard. Each process notes what the machine's cores did
+other: steps of the tables, engines, revisions under the guard. Each process notes what the cores did
 meanwhile (`Usage`), so that disturbed timings show.
 
 Below it is judged whether a program became slower. What counts is the median over rounds of the ratio

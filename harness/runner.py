@@ -36,7 +36,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import UNITS
 from gpipe_bench.harness.processes import SETTLE_S, check, held, number_of, started, starting
 from gpipe_bench.harness.record import FINAL, SCHEMA, Record, decode, encode, printable
-from gpipe_bench.harness.store import Problem, Store, StoreError, latest, lines_of
+from gpipe_bench.harness.store import Store, StoreError, latest, lines_of
 
 MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
 
@@ -55,7 +55,6 @@ class RunResult:
     reused: int = 0
     failed: list[Record] = field(default_factory=list)
     unsaved: list[Record] = field(default_factory=list)
-    problems: tuple[Problem, ...] = ()
     signal: int | None = None
     """Number of the signal that ended the run before all cases were done."""
 
@@ -99,7 +98,7 @@ def run_experiment(
     try:
         with store.held(experiment.name, lambda: reporter.warn("another run is at work on it; waiting")):
             loaded = store.load(experiment.name)
-            run.known, run.result.problems = latest(loaded.records), loaded.problems
+            run.known = latest(loaded.records)
             for line in lines_of(loaded.problems):
                 reporter.warn(line)
             reporter.begin(cases, jobs)

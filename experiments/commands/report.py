@@ -282,20 +282,13 @@ def answers(found: Sequence[Reading]) -> list[Comparison]:
 
 # Facts that no comparison holds: sums over computed tables, same seeds, the schedule's formula, hardware
 
-RECOMPUTED = 3, 4
-"""Slots of F, R and B, of which the recomputation of the last stages starts while they would wait: a bubble
-has F and B alone, and a micro-batch all of them (`table2-bound` of results/paper.csv)."""
-
-
-def speed(num_stages: int, num_microbatches: int) -> float:
-    """Speed of even stages over one device, with F : R : B = 1 : 1 : 2, a free link, early recomputation."""
-    idle, work = RECOMPUTED
-    return num_microbatches * num_stages * work / (work * num_microbatches + idle * (num_stages - 1))
-
 
 def idle_share(num_stages: int, num_microbatches: int) -> float:
-    """The share of their time that such stages wait."""
-    return 1 - speed(num_stages, num_microbatches) / num_stages
+    """The share of their time that even stages wait, with F : R : B = 1 : 1 : 2 and a free link: a bubble
+    has F and B alone, as recomputation starts while stages would wait; a micro-batch has all of them.
+    """
+    bubble = 3 * (num_stages - 1)
+    return bubble / (4 * num_microbatches + bubble)
 
 
 def summaries_of(records: Mapping[str, Sequence[Record]]) -> list[tuple[str, ...]]:
@@ -322,15 +315,8 @@ def summaries_of(records: Mapping[str, Sequence[Record]]) -> list[tuple[str, ...
 
 
 def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
-    """Facts in words, by name; those whose records are missing are left out.
-
-    Args:
-        records: by experiment, finished or not
-    """
-    found = {
-        "even_speed_up": f"{speed(8, 32) / speed(2, 32):.2f}",
-        "even_idle": f"{100 * idle_share(2, 8):.1f} to {100 * idle_share(8, 32):.1f} %",
-    }
+    """Facts in words, by name, of the records by experiment; what none of them says is left out."""
+    found = {"even_idle": f"{100 * idle_share(2, 8):.1f} to {100 * idle_share(8, 32):.1f} %"}
     answers = [
         answer(cell)
         for name in reproduced.SECONDS
@@ -361,14 +347,9 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
         for record in several
         if any(metric.provenance != "modelled" for metric in record.metrics)
     ]
-    if environments:
-        found["cores"] = _cores(environments)
+    if environments:  # machines that timed or trained anything
+        cores = sorted({int(each.get("cores_logical") or 0) for each in environments})
+        on_gpus = any(each.get("gpus") for each in environments)
+        where = "and some of it on GPUs" if on_gpus else "nothing on a GPU or TPU"
+        found["cores"] = f"{' or '.join(map(str, cores))} processor cores, {where}"
     return found
-
-
-def _cores(environments: Sequence[Mapping[str, object]]) -> str:
-    """Machines that timed or trained anything, in words."""
-    cores = sorted({int(str(each.get("cores_logical") or 0)) for each in environments})
-    gpus = any(each.get("gpus") for each in environments)
-    counts = " or ".join(map(str, cores))
-    return f"{counts} processor cores, {'and some of it on GPUs' if gpus else 'nothing on a GPU or TPU'}"

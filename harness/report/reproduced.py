@@ -39,8 +39,7 @@ EXTRA = "extra time by recomputation"
 STRIDE = "control-stride"
 COUNTED = "parameters over the original's"
 """The row of a quotient of two exact counts."""
-TESTED: tuple[Answer, ...] = ("agrees", "differs", "no test")
-"""What a computed number may come to."""
+TESTED: tuple[Answer, ...] = ("agrees", "differs", "no test")  # what a computed number may come to
 
 
 @functools.cache
@@ -64,10 +63,8 @@ def errors() -> dict[Kind, PredictorError]:
 
 
 def error_of(table: str, row: str, value: float | None = None) -> float:
-    """The error of a computed number, as a factor minus 1.
-
-    The error of a share of the step, whose `value` is in per cent, is that of the ratio of its part to the
-    rest, times the share that is left: s = r / (1 + r), so ds / s = (1 - s) dr / r.
+    """The error of a computed number, as a factor minus 1. That of a share of the step, whose `value` is in
+    per cent, is that of the ratio of its part to the rest, times the share that is left.
     """
     if row == COUNTED:
         return 0.0

@@ -310,12 +310,12 @@ def worded(cell: PaperNumber, way: Way, limit: Unknown) -> Allowed:
     low, high = limit.range
     what = "about, as near as" if way == "about" else way
     said = f"{what} {low:g} to {high:g}: {limit.setting} of the unknowns"
+    if way in ("at most", "at least"):
+        low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
     match way:
         case "at most":
-            low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
             return Allowed(-math.inf, low, -math.inf, high, said)
         case "at least":
-            low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
             return Allowed(high, math.inf, low, math.inf, said)
         case "within a factor":
             return Allowed(1 / low, low, 1 / high, high, said)

@@ -100,8 +100,8 @@ class Experiment:
         cases: what there is to run
         run: runs one case
         cells: our numbers beside the paper's; by default they answer the rows of their own names
-        reproduction: of the comparisons, the paper's tables computed at its size beside what ran here, as text,
-            with notes or without; what a comparison begins with
+        reproduction: of the comparisons, the paper's tables computed at its size beside what ran here, as
+            text, with notes or without
         tables: what its text says besides the comparison with the paper
         figures: the plots that the records suffice for
         paper_tables: the tables of paper.csv that it answers; results/tables.toml has them in words

@@ -143,17 +143,10 @@ Verdict = Literal["regression", "improved", "same", "inconclusive", "contaminate
 
 ARMS = ("base", "head", "control")
 
-THRESHOLD = 0.03
-"""The least change that counts; smaller ones come and go with the layout of code in memory."""
-
-LOOKS = (12, 48, 192)
-"""The rounds after which the intervals are looked at; four times the rounds halve an interval."""
-
-CONFIDENCE = 0.984
-"""Confidence of one look at the results: three looks err together no more often than one at 95 %."""
-
-MAX_RUNS = 4
-"""Runs of one benchmark at most: one, its confirmation, and one more for each if it was contaminated."""
+THRESHOLD = 0.03  # the least change that counts: smaller ones come and go with the layout of code in memory
+LOOKS = (12, 48, 192)  # rounds after which the intervals are looked at; four times as many halve an interval
+CONFIDENCE = 0.984  # of one look: three err together no more often than one at 95 %
+MAX_RUNS = 4  # of one benchmark: one, its confirmation, and one more for each if it was contaminated
 
 MARGIN, CPU_MARGIN = 1.5, 2.0
 """A regression counts beyond so many times what identical code differed by, in wall time and, where that

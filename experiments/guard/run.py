@@ -44,12 +44,8 @@ from gpipe_bench.harness.rounds import (
     verdict_of,
 )
 
-BUDGET_S = 150.0
-"""Seconds for all that is timed, so that a whole run stays within three minutes on a busy machine too."""
-
-FIRST_SHARE = 0.6
-"""Share of the time for the first runs of all benchmarks: a regression that isn't confirmed fails nothing."""
-
+BUDGET_S = 150.0  # for all that is timed, so that a whole run stays within three minutes
+FIRST_SHARE = 0.6  # of the time for the first runs of all benchmarks: unconfirmed, a regression fails nothing
 AGAIN_S = 20.0  # a second run is not begun with less than this, which starting processes takes half of
 CALIBRATION_SAMPLES = 4
 
@@ -163,25 +159,26 @@ def guard(
     is_counted: bool = False,
     budget_s: float = BUDGET_S,
     tell: Callable[[str], None] = lambda line: None,
-    clock_s: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
     """Compares the subject's folder with the tree `base` by its benchmarks; a command's control is run in a
     tree of its own. `is_counted`: exact counters are equal. What can't be run has failed, or is new if only
     the base lacks it; the others are measured all the same.
     """
-    begun_s = clock_s()
+    begun_s = time.monotonic()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
     findings = [Finding(name, command=subject.command, is_counted=is_counted) for name in subject.benchmarks]
     while pending := [
         each for each in findings if not (each.lacking or each.failed) and needs_another_run(each.verdicts)
     ]:
-        if pending[0].runs and clock_s() + AGAIN_S > deadline_s:
+        if pending[0].runs and time.monotonic() + AGAIN_S > deadline_s:
             for finding in pending:
                 finding.notes.append("no time left to measure again")
             break
         with arms_of(subject, base, control) as arms:
             for index, finding in enumerate(pending):
-                now_s = clock_s()  # of what is left each gets its share, so that a busy machine starves none
+                now_s = (
+                    time.monotonic()
+                )  # of what is left each gets its share, so that a busy machine starves none
                 until_s = deadline_s if finding.runs else first_deadline_s
                 end_s = now_s + (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"

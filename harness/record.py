@@ -112,8 +112,6 @@ class Record:
     options: dict[str, Scalar] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.schema < 1:
-            raise ValueError(f"schema is {self.schema}, the first one was 1")
         if self.status != "done" and not self.reason:
             raise ValueError(f"a record with status {self.status!r} needs a reason")
         seen = Counter((metric.name, frozenset(metric.key.items())) for metric in self.metrics)

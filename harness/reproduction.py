@@ -195,17 +195,17 @@ class PredictorError(NamedTuple):
     Args:
         error: e to the root mean square of the models' errors, less 1
         numbers: how many were published
-        models: the error of each model
+        num_models: of how many models
         without: with each model left out in turn; empty of a single model
     """
 
     error: float
     numbers: int
-    models: Mapping[str, float]
+    num_models: int
     without: Mapping[str, float]
 
     def __str__(self) -> str:
-        found = f"{100 * self.error:.1f} % ({self.numbers} numbers of {len(self.models)} models"
+        found = f"{100 * self.error:.1f} % ({self.numbers} numbers of {self.num_models} models"
         if not self.without:
             return f"{found}, so nothing says how it would be of another)"
         low, high = min(self.without.values()), max(self.without.values())
@@ -229,12 +229,8 @@ def predictor_errors(numbers: Iterable[Published]) -> dict[Kind, PredictorError]
             for model in models
             if len(models) > 1
         }
-        found[kind] = PredictorError(
-            math.expm1(_root_mean_square([*models.values()])),
-            sum(map(len, of_models.values())),
-            {model: math.expm1(each) for model, each in models.items()},
-            left,
-        )
+        error, numbers_of = math.expm1(_root_mean_square([*models.values()])), of_models.values()
+        found[kind] = PredictorError(error, sum(map(len, numbers_of)), len(models), left)
     return found
 
 

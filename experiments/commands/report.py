@@ -29,7 +29,16 @@ from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables, percent
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report import reproduced
-from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, cells_csv, html, page_of
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.page import (
+    ExperimentView,
+    Machine,
+    Page,
+    cells_csv,
+    first_screen,
+    html,
+    table_views,
+)
 from gpipe_bench.harness.report.table import answer, judged, readable
 from gpipe_bench.harness.store import Store, latest, lines_of, write_whole
 from gpipe_bench.harness.verdict import Comparison
@@ -104,16 +113,13 @@ def build(results: Path, *, figures: bool = True) -> Page:
         name: [record for each in several for record in each.records] for name, several in committed.items()
     }
     profiles = {name: {each.profile for each in several} for name, several in found.items()}
-    page = page_of(
-        _first_of_each(found),
-        load_paper(),
-        table_infos([*experiments.values()], profiles),
-        facts_of(recorded),
-        _first_of_each(committed),
-        summaries_of(recorded),
-    )
-    return replace(
-        page,
+    infos = table_infos([*experiments.values()], profiles)
+    tables = table_views(_first_of_each(found), load_paper(), infos)
+    not_run = [row for table in tables for row in table.rows if row.verdict == "not run"]
+    return Page(
+        tables=tables,
+        first=first_screen([*_first_of_each(committed), *not_run], facts_of(recorded)),
+        summaries=summaries_of(recorded),
         figure=_first_picture(committed) if figures else None,
         experiments=tuple(views),
         machines=tuple(
@@ -291,7 +297,10 @@ def idle_share(num_stages: int, num_microbatches: int) -> float:
     return bubble / (4 * num_microbatches + bubble)
 
 
-def summaries_of(records: Mapping[str, Sequence[Record]]) -> list[tuple[str, ...]]:
+SUMMARY = ("computed at the paper's size", "agree", "differ", "no test", "median off", "rank", "directions")
+
+
+def summaries_of(records: Mapping[str, Sequence[Record]]) -> Grid:
     """For each table of the paper, the four numbers that sum up what was computed of it, and a baseline."""
     lines = []
     for name in reproduced.SECONDS:
@@ -302,16 +311,12 @@ def summaries_of(records: Mapping[str, Sequence[Record]]) -> list[tuple[str, ...
             rows[f"{table}, by the bubble's formula alone"] = reproduced.by_the_bubble(cells, fixed)
             for label, of in rows.items():
                 found = reproduced.summed(of, fixed)
-                lines += [
-                    (
-                        label,
-                        *(f"{found.counts[each]}" for each in reproduced.TESTED),
-                        "-" if found.off is None else f"{100 * found.off:.0f} %",
-                        "-" if found.rank is None else f"{found.rank:.2f}",
-                        f"{found.directions} of {found.pairs}" if found.pairs else "-",
-                    )
-                ] * bool(of)
-    return lines
+                counts = [f"{found.counts[each]}" for each in reproduced.TESTED]
+                off = "-" if found.off is None else f"{100 * found.off:.0f} %"
+                rank = "-" if found.rank is None else f"{found.rank:.2f}"
+                directions = f"{found.directions} of {found.pairs}" if found.pairs else "-"
+                lines += [[label, *counts, off, rank, directions]] * bool(of)
+    return Grid(columns=SUMMARY, lines=lines, right=numbers(SUMMARY))
 
 
 def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:

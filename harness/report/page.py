@@ -18,7 +18,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.harness import PUBLISHED
@@ -147,11 +146,11 @@ class Page:
     tables: tuple[TableView, ...]
     first: FirstScreen
     summaries: Grid
-    figure: Any = None
-    experiments: tuple[ExperimentView, ...] = ()
-    machines: tuple[Machine, ...] = ()
-    warnings: tuple[str, ...] = ()
-    command: str = ""
+    figure: Any
+    experiments: tuple[ExperimentView, ...]
+    machines: tuple[Machine, ...]
+    warnings: tuple[str, ...]
+    command: str
 
     @property
     def cells(self) -> tuple[Comparison, ...]:
@@ -164,23 +163,11 @@ class Page:
         return sum(cell.profile == "smoke" for cell in self.cells)
 
 
-SUMMARY = ("computed at the paper's size", "agree", "differ", "no test", "median off", "rank", "directions")
-"""The columns of what sums up a table (`reproduced.Summed`)."""
-
-
-def page_of(
-    answers: Sequence[Comparison],
-    paper: Sequence[PaperNumber],
-    infos: Mapping[str, PaperTable],
-    facts: Mapping[str, str] = MappingProxyType({}),
-    headline: Sequence[Comparison] | None = None,
-    summaries: Sequence[tuple[str, ...]] = (),
-) -> Page:
-    """The page of our answers: every table with a number of the paper or one of ours, in the order of
-    `infos`, then of the paper's file.
-
-    The first screen is of `headline`, by default of all answers, and of `facts`; `summaries` are of the
-    tables that were computed at the paper's size.
+def table_views(
+    answers: Sequence[Comparison], paper: Sequence[PaperNumber], infos: Mapping[str, PaperTable]
+) -> tuple[TableView, ...]:
+    """Every table with a number of the paper or one of ours, in the order of `infos`, then of the paper's
+    file.
     """
     names = dict.fromkeys([cell.table for cell in paper] + [cell.table for cell in answers])
     views = [
@@ -192,13 +179,7 @@ def page_of(
         )
         for name in dict.fromkeys([*(name for name in infos if name in names), *names])
     ]
-    tables = tuple(view for view in views if view.rows)
-    not_run = [row for table in tables for row in table.rows if row.verdict == "not run"]
-    return Page(
-        tables=tables,
-        first=first_screen([*(answers if headline is None else headline), *not_run], facts),
-        summaries=Grid(columns=SUMMARY, lines=summaries, right=frozenset(range(1, len(SUMMARY)))),
-    )
+    return tuple(view for view in views if view.rows)
 
 
 def _table(

@@ -118,8 +118,8 @@ def _by_table(comparisons: Iterable[Comparison]) -> dict[tuple[str, str], Cells]
     printed = of_the_paper()
     found: dict[tuple[str, str], Cells] = {}
     for cell in sorted(comparisons, key=lambda each: each.table):
-        number = printed.get(cell.place)
-        if number is not None and number.same_as is None and cell.table != SENTENCES:
+        number, metric = printed.get(cell.place), cell.entry and cell.entry.metric
+        if metric and number is not None and number.same_as is None and cell.table != SENTENCES:
             kept = found.setdefault((cell.table, cell.unit), ([], []))
             kept[cell.kind == "identity"].append(cell)
     return found
@@ -273,7 +273,8 @@ def _table(table: str, unit: str, computed: Cells | None, beside: Cells | None, 
     headers = ["", "paper"] + ["torchgpipe"] * any(cell.peer_printed for cell in cells.values())
     headers += ["computed", "/ paper", ""] if computed else []
     if beside is not None:
-        provenance = next(each.provenance for found in beside for each in found if each.provenance)
+        entries = [each.entry for found in beside for each in found]
+        (provenance, *_) = {each.metric.provenance for each in entries if each and each.metric}
         headers += [f"here, {provenance}", "/ paper"]
     lines = []
     for place, cell in cells.items():

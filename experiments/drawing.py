@@ -58,10 +58,7 @@ def without_frame(figure: Figure) -> None:
 
 def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Drawing]) -> Plot:
     """A plot of many points or bars, which is smaller as pixels, in the theme that all share."""
-    return Plot(
-        name=name, caption=caption, alt=alt, draw=draw,
-        suffixes=("png",), style=paper_style,
-    )  # fmt: skip
+    return Plot(name=name, caption=caption, alt=alt, draw=draw, suffixes=("png",), style=paper_style)
 
 
 def gantt(timeline: Timeline, title: str = "", unit: str = "ms") -> Figure:

@@ -27,12 +27,8 @@ if TYPE_CHECKING:
     import psutil
 
 
-GRACE_S = 1.5
-"""Seconds for an orderly exit; a command that was told to end is gone within two seconds."""
-
-SETTLE_S = 0.2
-"""A signal for all processes may end one of ours before we have seen it ourselves."""
-
+GRACE_S = 1.5  # for an orderly exit; a command that was told to end is gone within two seconds
+SETTLE_S = 0.2  # in which a signal for all processes reaches us, too, after it has ended one of ours
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -57,8 +53,7 @@ class _Stop:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The handler."""
-        if self.number is None:
-            # Before anybody ends: later the children of those that did are nobody's.
+        if self.number is None:  # before anybody ends: later the children of those that did are nobody's
             self.family = _descendants()
         self.request(number)
         if not self.held:
@@ -226,10 +221,8 @@ def program(command: str | Sequence[str], **options: Any) -> Iterator[subprocess
     with all that it has started. It leads a session of its own, so that a keyboard's interrupt reaches it
     through us. `options` are those of `subprocess.Popen`.
     """
-    is_line = isinstance(command, str)
-    with subprocess.Popen(
-        command, shell=is_line, stdin=DEVNULL, start_new_session=True, **options
-    ) as process:
+    is_line, given = isinstance(command, str), {"stdin": DEVNULL, "start_new_session": True, **options}
+    with subprocess.Popen(command, shell=is_line, **given) as process:
         try:
             yield process
         finally:

@@ -1,18 +1,27 @@
-"""What the drawings of several experiments share: a theme, and a Gantt chart of a timeline.
+"""Figures: how those of an experiment are drawn, kept and put on a page, and what the drawings of several
+share: a theme, and a Gantt chart of a timeline.
 
-The theme is entered while a plot is drawn and left again, so that none changes another. The chart has stages
-from top to bottom and time from left to right, and shows at a glance what a table of seconds hides: where a
-stage waits, and for whom. It reads a `Timeline` and nothing else, so measured and replayed steps are drawn
-alike.
+Drawing is slow and reading is fast, so a page takes the pictures that a run left behind. A picture of other
+records would be a lie, so beside each experiment's figures lies a digest of the records they were drawn from.
+
+The chart reads a `Timeline` and nothing else, so measured and replayed steps are drawn alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.harness.experiment import Drawing, Plot
+from gpipe_bench.harness.experiment import Drawing, Experiment, Plot
+from gpipe_bench.harness.record import Record, encode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,10 +58,7 @@ def without_frame(figure: Figure) -> None:
 
 def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Drawing]) -> Plot:
     """A plot of many points or bars, which is smaller as pixels, in the theme that all share."""
-    return Plot(
-        name=name, caption=caption, alt=alt, draw=draw,
-        suffixes=("png",), style=paper_style,
-    )  # fmt: skip
+    return Plot(name=name, caption=caption, alt=alt, draw=draw, suffixes=("png",), style=paper_style)
 
 
 def gantt(timeline: Timeline, title: str = "", unit: str = "ms") -> Figure:
@@ -119,3 +125,111 @@ def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     figure.legend(
         handles=handles, loc="outside lower center", ncols=max(len(handles), 1), fontsize=8, frameon=False
     )
+
+
+# Figures as files, and on a page
+
+DOTS_PER_INCH = 150
+FAILURES = (ValueError, LookupError, ArithmeticError, TypeError, OSError)
+"""Errors of an experiment's drawing that must not cost the page."""
+
+COLOURS = 32
+"""Colours of a picture on the page: drawings have few, and a page is sent by mail."""
+
+
+def plots_of(experiment: Experiment, records: Sequence[Record]) -> list[Plot]:
+    """Plots that the experiment can draw from the records."""
+    return experiment.figures(records) if experiment.figures is not None and records else []
+
+
+def draw(experiment: Experiment, records: Sequence[Record], folder: Path) -> list[Path]:
+    """Draws the figures of the records into the folder; the same records give the same bytes.
+
+    Raises OSError where the folder can't be written.
+    """
+    plots = plots_of(experiment, records)
+    if not plots:
+        return []
+    import matplotlib
+
+    note = folder / f"{experiment.name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    note.unlink(missing_ok=True)  # half a figure must not pass for a whole one
+    os.environ.setdefault("SOURCE_DATE_EPOCH", "0")  # matplotlib writes the date into an SVG otherwise
+    paths = []
+    for plot in plots:
+        # fonts are looked up when a drawing is saved, not when it is made
+        with matplotlib.rc_context({"svg.hashsalt": experiment.name}), plot.style():
+            drawing = plot.draw()
+            for suffix in plot.suffixes:
+                paths.append(folder / f"{plot.name}.{suffix}")
+                drawing.savefig(paths[-1], dpi=DOTS_PER_INCH)
+    found = {"records_sha256": digest(records), "files": [path.name for path in paths]}
+    note.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return paths
+
+
+def drawn(experiment: Experiment, records: Sequence[Record], folder: Path) -> list[Path] | None:
+    """The figures in the folder if they are all of these records, none missing, else None."""
+    try:
+        note = json.loads((folder / f"{experiment.name}.json").read_text(encoding="utf-8"))
+        files = [folder / Path(str(file)).name for file in note["files"]]
+        fits = note["records_sha256"] == digest(records)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    found = [path for path in files if path.is_file()]
+    complete = {path.stem for path in found} == {plot.name for plot in plots_of(experiment, records)}
+    return found if fits and complete else None
+
+
+def digest(records: Sequence[Record]) -> str:
+    """A digest of the records, whatever their order."""
+    lines = sorted(hashlib.sha256(encode(record)).digest() for record in records)
+    return hashlib.sha256(b"".join(lines)).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """A figure as the page needs it; `width` and `height` in pixels of the page, 0 where it knows its own."""
+
+    plot: Plot
+    machine: str
+    url: str
+    width: int = 0
+    height: int = 0
+
+
+def pictures_of(
+    experiment: Experiment, records: Sequence[Record], folder: Path, machine: str
+) -> list[Picture]:
+    """The figures of the records of a machine, made small.
+
+    Figures that lie in the folder and show exactly these records are taken as they are; others are drawn for
+    the page alone. Raises one of FAILURES where they can't be drawn.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        paths = drawn(experiment, records, folder)
+        if paths is None:
+            paths = draw(experiment, records, Path(scratch))
+        by_name = {path.stem: path for path in sorted(paths, key=lambda path: path.suffix != ".svg")}
+        return [
+            _picture(by_name[plot.name], plot, machine)
+            for plot in plots_of(experiment, records)
+            if plot.name in by_name
+        ]
+
+
+def _picture(path: Path, plot: Plot, machine: str) -> Picture:
+    """An SVG as it is; the pixels of a PNG with fewer colours, a fifth of the bytes."""
+    from gpipe_bench.harness.report.page import data_url
+
+    if path.suffix == ".svg":
+        return Picture(plot=plot, machine=machine, url=data_url(path.read_bytes(), "image/svg+xml"))
+    from PIL import Image
+
+    png, small = Image.open(path).convert("RGB"), io.BytesIO()
+    few = png.quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    few.convert("RGB").save(small, "WEBP", lossless=True, method=1, quality=30)
+    width, height = (round(side * 96 / DOTS_PER_INCH) for side in png.size)
+    url = data_url(small.getvalue(), "image/webp")
+    return Picture(plot=plot, machine=machine, url=url, width=width, height=height)

@@ -6,14 +6,15 @@
     .ci/gpu --profile smoke  the same commands with tiny models, to see in minutes that they run here
 
 All but the tests are `run`, which keeps every case the moment it is done: a command that is ended when the
-time is over goes on there in the next call; its results are lines of words at its end (`compare` has the
-tables). Records and what has ended lie in results/local/gpu, whatever $OUT is: a machine that is lent may
-empty that before each call. Only records.jsonl is put there. Those of tiny models lie apart, in smoke/.
+time is over goes on there in the next call. Records and what has ended lie in results/local/gpu, whatever
+$OUT is: a machine that is lent may empty that before each call. Only records.jsonl is put there. Those of
+tiny models lie apart, in smoke/.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -24,12 +25,18 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 # The standard library alone: what else is missing here is the first thing to find out.
 from gpipe_bench.harness import ROOT
+from gpipe_bench.harness.processes import program, run
+
+if TYPE_CHECKING:
+    from gpipe_bench.harness.record import Record
 
 DONE, NO_GPU, BAD_USAGE, FAILED, LACKING = 0, 1, 2, 3, 4
 ESTIMATED = "minutes are estimated, memory is what torch's allocator takes; nothing has run on a GPU yet"
@@ -88,12 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--minutes", type=float, default=8.5, help="after which it ends; default: %(default)g"
     )
     parser.add_argument("--profile", choices=("smoke", "full"), default="full", help="of each `run`")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=STATE,
-        help="where records and what has ended lie; default: %(default)s",
-    )
+    help_of_results = "where records and what has ended lie; default: %(default)s"
+    parser.add_argument("--results", type=Path, default=STATE, help=help_of_results)
     options = parser.parse_args(arguments)
     if unknown := set(options.steps) - {step.name for step in STEPS}:
         parser.error(f"no step is called {sorted(unknown)[0]!r}; there are {names}")
@@ -148,7 +151,9 @@ def _take(
             if code is None:
                 print(f"== {step.name}: the time is over; the next call goes on", flush=True)
                 break
-            for line in _results(step, state / "records") if is_run else ["all pass"] * (code == 0):
+            records = state / "records"
+            lines = of_step(shlex.split(step.arguments), records) if is_run else ["all pass"] * (code == 0)
+            for line in lines:
                 print(f"== {step.name}: {line}", flush=True)
             # A step that a signal ended is due again, and so are tests that failed.
             if code == 0 or (code > 0 and is_run):
@@ -169,33 +174,20 @@ def command(step: Step, records: Path, profile: str = "full") -> list[str]:
     return [sys.executable, "-m", "experiments", "run", *words]
 
 
-def _results(step: Step, records: Path) -> list[str]:
-    """What a `run` found, in words."""
-    from gpipe_bench.experiments.gpu_results import of_step
-
-    return of_step(shlex.split(step.arguments), records)
-
-
 def _one(words: Sequence[str], end_s: float, *, quiet: bool = False) -> int | None:
     """The exit status; None where it was interrupted because the time is over. `quiet`: its standard output
     is on record.
     """
     variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL if quiet else None,
+    with program(
+        words, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.DEVNULL if quiet else None
     ) as process:
         try:
             return process.wait(max(1.0, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(ENDS_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
             return None
 
 
@@ -209,6 +201,70 @@ def lacks(step: Step, torch: dict[str, Any] | str) -> str:
         return f"needs {step.memory_gib:g} GiB (estimated)"
     missing = absent(TEST_PACKAGES) if step.arguments.startswith("pytest") else []
     return f"needs {how_to_install(missing)}" if missing else ""
+
+
+# What a step found, in words: a pure function of its records
+
+
+def of_step(arguments: Sequence[str], records: Path) -> list[str]:
+    """A line for each number of ours beside the paper's, and for what did not run, of the records that `run`
+    with these arguments leaves in a folder.
+    """
+    from gpipe_bench.harness.experiment import only_of
+    from gpipe_bench.harness.store import Store, latest
+
+    name, *options = arguments
+    only = only_of(word for word in options if word != "--only")
+    found = [
+        record
+        for record in latest(Store(records).load(name).records).values()
+        if all(str(record.case.get(key)) in wanted for key, wanted in only.items())
+    ]
+    return list(sentences(found)) if found else ["no case has ended"]
+
+
+def sentences(records: Sequence[Record]) -> Iterator[str]:
+    """What the records of one step say."""
+    for record in records:
+        if record.status != "done":
+            yield f"{record.label}: {record.status.replace('_', ' ')}: {record.reason.splitlines()[0]}"
+    done = [record for record in records if record.status == "done"]
+    yield from _fits([each for each in done if each.case.get("part") == "device"])
+    yield from _beside([each for each in done if each.case.get("part") != "device"])
+
+
+def _fits(records: Sequence[Record]) -> Iterator[str]:
+    from gpipe_bench.models.paper import GIB, HALVES
+
+    for (half, precision), group in groupby(records, key=lambda r: (r.case["half"], r.case["precision"])):
+        said = []
+        for record in group:
+            peaks = {name: record.metric(f"{name} peak") for name in ("measured", "modelled")}
+            how = "measured" if record.details["fits"] else "modelled"
+            gib = (getattr(peaks[how], "value", None) or 0) / GIB
+            fits = "fits" if record.details["fits"] else "does not fit"
+            said.append(f"{record.case['column']} {fits} ({gib:.2f} GiB {how})")
+        cap = HALVES[str(half)].cap_gib
+        yield f"{half} in {precision} under {cap:g} GiB: {', '.join(said)}; the paper: all of these fit"
+
+
+def _beside(records: Sequence[Record]) -> Iterator[str]:
+    """How the numbers stand to the paper's, where these records answer any, and what found no room."""
+    if not records:
+        return
+    from gpipe_bench.experiments.registry import load
+    from gpipe_bench.harness.compare import compare
+
+    for record in records:
+        for name, facts in record.details.get("cells", {}).items():
+            if facts.get("out_of_memory"):
+                yield f"{record.label}: {name} did not run: {facts['out_of_memory']}"
+    yield f"{len(records)} {'case is' if len(records) == 1 else 'cases are'} done"
+    cells = compare(load(records[0].experiment).cells(records), whole=())
+    here = [each for each in cells if each.question == "here"]
+    if off := [abs(each.ours / each.paper - 1) for each in here if each.ours is not None and each.paper]:
+        half = f"half of them within {100 * median(off):.0f} % of it"
+        yield f"{len(off)} numbers stand beside the paper's, {half}"
 
 
 # Packages and GPUs that this machine has and lacks; `list --machine` uses it, too
@@ -228,14 +284,11 @@ print(json.dumps({
 
 
 def ask_torch() -> dict[str, Any] | str:
-    """torch's facts about itself and the GPUs, or why it can't be asked.
-
-    Runs in a process of its own: a build that does not fit the machine dies without a message.
+    """torch's facts about itself and the GPUs, or why it can't be asked: in a process of its own, since a
+    build that does not fit the machine dies without a message.
     """
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=120, check=False
-        )
+        done = run([sys.executable, "-c", _ASK_TORCH], 120)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode < 0:

@@ -11,22 +11,21 @@
 A number that nobody answers is a row too ("not run"), so leaving numbers out makes no table look better. A
 prediction for the paper's accelerators and a result from this machine answer different questions, so each has
 its own row. Words such as "almost linear" imply a limit that the paper does not give: some values keep every
-plausible limit, others only some of them (`undecided`). Numbers from different environments may not be
-comparable; `differences` lists the fields.
+plausible limit, others only some of them (`undecided`).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from gpipe_bench.harness.paper import PaperNumber, load_paper
+from gpipe_bench.harness.paper import PaperNumber, convert, load_paper, percent, show
 from gpipe_bench.harness.record import Metric, interval_name
-from gpipe_bench.harness.units import convert, show
-from gpipe_bench.harness.unknowns import Unknown, Way, words
+from gpipe_bench.harness.reproduction import Unknown, Way, load_reproduction, words
 from gpipe_bench.harness.verdict import (
     DIFFERS,
     NARROW,
@@ -36,6 +35,7 @@ from gpipe_bench.harness.verdict import (
     Allowed,
     Comparison,
     Place,
+    Question,
     Result,
     Verdict,
 )
@@ -62,11 +62,9 @@ def compare(
 
     Raises ValueError where a number is answered twice for one question or units can't be converted.
     """
-    seen: set[tuple[str, str, str, str, str]] = set()
-    for entry in ours:
-        if entry.key in seen:
-            raise ValueError(f"cell {' / '.join(entry.key)} is given twice")
-        seen.add(entry.key)
+    for key, count in Counter(entry.key for entry in ours).items():
+        if count > 1:
+            raise ValueError(f"cell {' / '.join(key)} is given twice")
     tables = list(dict.fromkeys(entry.table for entry in ours))
     cells = [cell for cell in (load_paper() if paper is None else paper) if cell.table in tables]
     published, peers = {(cell.source, *cell.key): cell for cell in cells}, peers_of(cells)
@@ -78,20 +76,18 @@ def compare(
         if whole is None or cell.table in whole
     ]
     order = {place: number for number, place in enumerate(published)}
-    entries.sort(
-        key=lambda entry: (
-            tables.index(entry.table),
-            QUESTIONS.index(entry.question),
-            order.get((entry.source, *entry.place), len(order)),
-        )
-    )
+
+    def place_of(entry: Result) -> tuple[int, int, int]:
+        place = order.get((entry.source, *entry.place), len(order))
+        return (tables.index(entry.table), QUESTIONS.index(entry.question), place)
+
     return [
         judge(
             published.get((entry.source, *entry.place)),
             entry,
             peers.get(entry.place) if entry.source == "paper" else None,
         )
-        for entry in entries
+        for entry in sorted(entries, key=place_of)
     ]
 
 
@@ -102,14 +98,11 @@ def peers_of(cells: Iterable[PaperNumber]) -> dict[tuple[str, str, str], PaperNu
 
 def absent(cell: PaperNumber, reason: str = "") -> Result:
     """The answer to a published number that nobody gives. `reason` is why, where the file says nothing."""
+    question: Question = "here" if cell.form == "words" else "as published"
     return Result(
-        table=cell.table,
-        row=cell.row,
-        column=cell.column,
-        source=cell.source,
-        question="here" if cell.form == "words" else "as published",
+        table=cell.table, row=cell.row, column=cell.column, source=cell.source, question=question,
         reason=cell.unanswered or reason,
-    )
+    )  # fmt: skip
 
 
 def differences(environments: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -129,18 +122,11 @@ def differences(environments: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
 
 
 def judge(cell: PaperNumber | None, ours: Result, peer: PaperNumber | None = None) -> Comparison:
-    """One answer beside the paper's number, with the verdict and its reason.
-
-    Args:
-        cell: the paper's number, None where it prints none
-        ours: our answer
-        peer: the same number as somebody else published it
-
-    Raises ValueError where two numbers have units of different kinds.
+    """One answer beside the paper's number, if it prints one, with the verdict and its reason; `peer` is the
+    same number as somebody else published it. Raises ValueError where units are of different kinds.
     """
     metric = ours.metric or Metric(name=ours.row, value=None, unit="", provenance="measured")
     unit = metric.unit if cell is None else cell.unit
-
     value, low, high = (
         None if number is None else convert(number, metric.unit, unit)
         for number in (metric.value, metric.low, metric.high)
@@ -152,8 +138,8 @@ def judge(cell: PaperNumber | None, ours: Result, peer: PaperNumber | None = Non
         notes.append(held["reason"])  # "not run" says it all
     known: dict[str, Any] = {field.name: getattr(ours, field.name) for field in fields(Place)}
     if cell is not None:
-        same = ("kind", "printed", "corrected_printed", "hardware", "location")
-        known |= {name: getattr(cell, name) for name in same}
+        for name in ("kind", "printed", "corrected_printed", "hardware", "location"):
+            known[name] = getattr(cell, name)
         known |= {"paper": cell.value, "corrected": cell.corrected_value}
         known["counted"] = cell.source == "paper" and cell.counted and not ours.context
     return Comparison(
@@ -173,7 +159,7 @@ def judge(cell: PaperNumber | None, ours: Result, peer: PaperNumber | None = Non
     )
 
 
-def narrow(low: float, high: float) -> bool:
+def _is_narrow(low: float, high: float) -> bool:
     """Whether a range says something: it reaches at most a fifth to either side of its middle."""
     return (high - low) / 2 <= NARROW * abs(low + high) / 2 * (1 + ULP)
 
@@ -202,8 +188,14 @@ def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
     if ours.not_comparable:
         return {**held, "verdict": "not comparable", "reason": ours.not_comparable}
     allowed = ours.allowed or admitted(cell)
+    most = load_reproduction().error.no_test_above
+    if ours.error > most and cell.kind != "identity":
+        reason = (
+            f"our error of {percent(ours.error)} is above {100 * most:.0f} %, which is too large for a test"
+        )
+        return {**held, "verdict": "undecided", "reason": reason}
     computed = ours.record is not None and ours.record.is_computed
-    verdict = _verdict(cell.kind, allowed, low, high, is_narrow=computed or narrow(low, high))
+    verdict = _verdict(cell.kind, allowed, low, high, is_narrow=computed or _is_narrow(low, high))
     factor = None
     if verdict in DIFFERS:
         near, edge = (low, allowed.possible_high) if verdict == "above" else (high, allowed.possible_low)
@@ -261,7 +253,7 @@ def _reason(
             reason = f"{mine} follows from the arithmetic: {theirs}"
         case "undecided" if allowed.open:
             reason = f"{mine} lies on both sides of what {theirs} may mean"
-        case "undecided" if narrow(low, high):
+        case "undecided" if _is_narrow(low, high):
             reason = f"{mine} agrees with some readings of {theirs} only"
         case "undecided":
             reason = f"{mine} meets {theirs}, and would meet much else"
@@ -314,17 +306,16 @@ def worded(cell: PaperNumber, way: Way, limit: Unknown) -> Allowed:
     """Numbers that agree with a sentence which gives no limit: a number that is small or large
     enough, a ratio that is near one, or the printed number, as near as the word may mean, a share of it.
     """
-    if limit.range is None:
-        raise ValueError(f"{limit.setting} has no range, so it can't be a limit")
+    assert limit.range is not None, "how far a word may reach is a range"
     low, high = limit.range
     what = "about, as near as" if way == "about" else way
     said = f"{what} {low:g} to {high:g}: {limit.setting} of the unknowns"
+    if way in ("at most", "at least"):
+        low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
     match way:
         case "at most":
-            low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
             return Allowed(-math.inf, low, -math.inf, high, said)
         case "at least":
-            low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
             return Allowed(high, math.inf, low, math.inf, said)
         case "within a factor":
             return Allowed(1 / low, low, 1 / high, high, said)

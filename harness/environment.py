@@ -1,7 +1,5 @@
-"""The machine, the software and the code that a number came from.
-
-Everything here is read, never assumed: what can't be found out is None. Nothing is slow, nothing needs
-torch; what only torch knows (GPUs, its thread count) is added when the experiment has loaded it anyway.
+"""The machine, the software and the code that a number came from: what can't be found out is None, and what
+only torch knows is added when the experiment has loaded it anyway.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.harness import ROOT
+from gpipe_bench.harness.processes import run
 
 PACKAGES = ("experiments", "harness", "models", "pipeline", "planner")
 
@@ -53,14 +52,13 @@ def usable_cores() -> int:
 def _machine() -> dict[str, Any]:
     import psutil
 
-    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {
         "cpu_model": _cpu_model(),
         "architecture": platform.machine(),
         "cores_physical": psutil.cpu_count(logical=False),
         "cores_logical": psutil.cpu_count(logical=True),
-        "affinity": affinity,
-        "memory_total_gib": round(psutil.virtual_memory().total / 2**30, 2),
+        "affinity": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "memory_total_gib": _gib(psutil.virtual_memory().total),
         "cgroup_cpus": _cgroup_cpus(),
         "cgroup_memory_gib": _cgroup_memory_gib(),
         "system": f"{platform.system()} {platform.release()}",
@@ -73,40 +71,34 @@ def _software() -> dict[str, Any]:
     for name in versions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    return {
-        "python": platform.python_version(),
-        "versions": versions,
-        "variables": {
-            name: value.encode("utf-8", "backslashreplace").decode("utf-8")
-            for name, value in sorted(os.environ.items())
-            if (name.startswith(_VARIABLE_PREFIXES) and not name.endswith(_FOLDERS)) or name in _VARIABLES
-        },
+    variables = {
+        name: value.encode("utf-8", "backslashreplace").decode("utf-8")
+        for name, value in sorted(os.environ.items())
+        if (name.startswith(_VARIABLE_PREFIXES) and not name.endswith(_FOLDERS)) or name in _VARIABLES
     }
+    return {"python": platform.python_version(), "versions": versions, "variables": variables}
 
 
 @functools.cache
 def code_state(root: Path) -> dict[str, Any]:
     """A digest of the sources and, where `root` is a git work tree, its commit and changes."""
 
-    def git(*arguments: str) -> bytes | None:
+    def git(*arguments: str) -> str:
         return _said("git", "--no-optional-locks", "-C", os.fspath(root), *arguments)
 
     known: dict[str, Any] = {"git_commit": None, "git_dirty": None, "code_sha256": source_digest(root)}
-    top = git("rev-parse", "--show-toplevel")
-    if top is None or Path(os.fsdecode(top.strip())).resolve() != root:
+    top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
+    if not commit or Path(top).resolve() != root:
         return known  # also where it is installed inside another repository
-    commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=normal")
-    known["git_commit"] = None if commit is None else commit.decode().strip()
-    known["git_dirty"] = None if status is None else bool(status.strip())
-    return known
+    is_dirty = bool(git("status", "--porcelain", "--untracked-files=normal"))
+    return {**known, "git_commit": commit, "git_dirty": is_dirty}
 
 
-def source_digest(root: Path, parts: Sequence[str] = PACKAGES) -> str:
-    """Digest of the sources in these folders below the root; a part may also be a single file."""
+def source_digest(root: Path) -> str:
+    """Digest of the sources below the root."""
     digest = hashlib.sha256()
-    for part in parts:
-        place = root / part
-        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+    for part in PACKAGES:
+        for path in sorted((root / part).rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -117,12 +109,8 @@ def _torch() -> dict[str, Any]:
     if torch is None or not hasattr(torch, "cuda"):
         return {"torch_threads": None, "gpus": None, "cuda": None}
     gpus = [
-        {
-            "name": each.name,
-            "memory_gib": round(each.total_memory / 2**30, 2),
-            "capability": f"{each.major}.{each.minor}",
-        }
-        for each in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        {"name": gpu.name, "memory_gib": _gib(gpu.total_memory), "capability": f"{gpu.major}.{gpu.minor}"}
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
     known = {"torch_threads": torch.get_num_threads(), "gpus": gpus, "cuda": torch.version.cuda}
     if not gpus:
@@ -132,30 +120,23 @@ def _torch() -> dict[str, Any]:
 
 def _numerics(torch: Any) -> dict[str, Any]:
     """Settings that decide a GPU's speed and precision: an H100 multiplies eight times as fast in TF32."""
-    cudnn = torch.backends.cudnn
+    cudnn, nccl = torch.backends.cudnn, None
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    version = None
+    with contextlib.suppress(RuntimeError):  # another version than torch was built with: not our error
+        version = int(cudnn.version()) if cudnn.is_available() else None
     return {
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "matmul_allow_tf32": torch.backends.cuda.matmul.allow_tf32,
         "cudnn_allow_tf32": cudnn.allow_tf32,
-        "cudnn_version": _cudnn_version(cudnn),
+        "cudnn_version": version,
         "cudnn_enabled": cudnn.enabled,
         "cudnn_benchmark": cudnn.benchmark,
         "cudnn_deterministic": cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if _has_nccl(torch) else None,
+        "nccl_version": nccl,
     }
-
-
-def _cudnn_version(cudnn: Any) -> int | None:
-    with contextlib.suppress(
-        RuntimeError
-    ):  # another version than torch was built with; that is not our error
-        return int(cudnn.version()) if cudnn.is_available() else None
-    return None
-
-
-def _has_nccl(torch: Any) -> bool:
-    return bool(torch.distributed.is_available() and torch.distributed.is_nccl_available())
 
 
 _NOW = (
@@ -171,21 +152,21 @@ def _driver() -> list[dict[str, str]] | None:
 
 
 def _of_gpus(asked: Sequence[str]) -> list[dict[str, str]] | None:
-    said = _said("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader")
-    if said is None:
-        return None
-    lines = said.decode(errors="replace").strip().splitlines()
-    return [dict(zip(asked, map(str.strip, line.split(",")), strict=False)) for line in lines]
+    lines = _said("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader").splitlines()
+    return [dict(zip(asked, map(str.strip, line.split(",")), strict=False)) for line in lines] or None
 
 
 def _now() -> dict[str, Any]:
     import psutil
 
-    try:
-        load: list[float] | None = [round(value, 2) for value in psutil.getloadavg()]
-    except OSError:
-        load = None
-    return {"load": load, "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 2)}
+    load = None
+    with contextlib.suppress(OSError):
+        load = [round(value, 2) for value in psutil.getloadavg()]
+    return {"load": load, "memory_available_gib": _gib(psutil.virtual_memory().available)}
+
+
+def _gib(num_bytes: int) -> float:
+    return round(num_bytes / 2**30, 2)
 
 
 def _cpu_model() -> str | None:
@@ -193,8 +174,8 @@ def _cpu_model() -> str | None:
         name, _, value = line.partition(":")
         if name.strip() in ("model name", "Model"):
             return value.strip()
-    said = _said("sysctl", "-n", "machdep.cpu.brand_string") if sys.platform == "darwin" else None
-    return (said or b"").decode(errors="replace").strip() or platform.processor() or None
+    said = _said("sysctl", "-n", "machdep.cpu.brand_string") if sys.platform == "darwin" else ""
+    return said or platform.processor() or None
 
 
 def _cgroup_cpus() -> float | None:
@@ -205,16 +186,16 @@ def _cgroup_cpus() -> float | None:
 
 def _cgroup_memory_gib() -> float | None:
     limit = _read("/sys/fs/cgroup/memory.max").strip()
-    return round(int(limit) / 2**30, 2) if limit.isdigit() else None
+    return _gib(int(limit)) if limit.isdigit() else None
 
 
-def _said(*command: str) -> bytes | None:
-    """Output of a command; None where there is none, or it refuses."""
+def _said(*command: str) -> str:
+    """Output of a command; empty where there is none, or it refuses."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=10, check=False, stdin=subprocess.DEVNULL)
+        done = run(command, 10)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _read(path: str) -> str:

@@ -2,13 +2,12 @@
 
 An experiment is data and a few pure functions; the harness decides what to run, keeps what came out and
 calls the functions that turn records into answers, tables and figures. All but `run` work without a
-device and without torch. What is shown is data until somebody draws: a report knows a plot's caption without
-drawing it, and needs to know no experiment by name.
+device and without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,8 +100,8 @@ class Experiment:
         cases: what there is to run
         run: runs one case
         cells: our numbers beside the paper's; by default they answer the rows of their own names
-        reproduction: of the cells, the paper's tables computed at its size beside what ran here, as text,
-            with notes or without; what a comparison begins with
+        reproduction: of the comparisons, the paper's tables computed at its size beside what ran here, as
+            text, with notes or without
         tables: what its text says besides the comparison with the paper
         figures: the plots that the records suffice for
         paper_tables: the tables of paper.csv that it answers; results/tables.toml has them in words
@@ -145,6 +144,17 @@ class Experiment:
         return known | ({"tf32": True} if options.tf32 else {})
 
 
+def only_of(words: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Words such as K=2 as `RunOptions.only`. Raises ValueError for what is not KEY=VALUE."""
+    only: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--only {word!r} is not KEY=VALUE")
+        only[key] = (*only.get(key, ()), value)
+    return only
+
+
 def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[Case]:
     """The cases that every wanted key admits. Raises ValueError with what is unknown and what allowed."""
     for key, wanted in only.items():
@@ -157,11 +167,8 @@ def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[C
         for value in wanted:
             if value not in allowed:
                 raise ValueError(f"no case has {key}={value}; allowed: {', '.join(allowed)}")
-    chosen = [
-        case
-        for case in cases
-        if all(key in case.key and text(case.key[key]) in wanted for key, wanted in only.items())
-    ]
+    fits = lambda case, key: key in case.key and text(case.key[key]) in only[key]  # noqa: E731
+    chosen = [case for case in cases if all(fits(case, key) for key in only)]
     if not chosen:
         asked = " ".join(f"{key}={'|'.join(wanted)}" for key, wanted in only.items())
         raise ValueError(f"no case has {asked} together; drop one of them")

@@ -1,8 +1,13 @@
-"""The published numbers, as printed: results/paper.csv, checked.
+"""Numbers and their units, as the paper prints them and as ours are shown, and the published numbers:
+results/paper.csv, checked.
+
+The paper prints decimal GB in one half of a table and GiB in the other, so the two are units of their own
+here. "82M" is anything from 81.5 to 82.5 million: the interval follows from the printed form and not from a
+tolerance that somebody chose.
 
 The file keeps each number as text, so that the interval it stands for follows from its digits. It also says
-what kind of number each is, because a number that follows by arithmetic from others confirms nothing but
-the arithmetic, and one that is printed twice is still one number.
+what kind of number each is: one that follows by arithmetic from others confirms nothing but the arithmetic,
+and one that is printed twice is still one number.
 """
 
 from __future__ import annotations
@@ -11,15 +16,140 @@ import csv
 import functools
 import io
 import math
-from collections.abc import Mapping, Sequence
+import re
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from gpipe_bench.harness import PUBLISHED
-from gpipe_bench.harness.units import UNITS, parse_printed
+
+_GIB = 2**30
+
+_COUNTED = (
+    "parameters", "layers", "filters", "stages", "micro-batches", "examples", "tokens", "pixels", "epochs",
+    "runs", "heads", "standard deviations", "classes", "languages", "steps", "BLEU", "nats", "perplexity",
+    "updates", "versions",
+)  # fmt: skip
+"""Units that measure nothing but themselves."""
+
+# unit -> (what it measures, how many base units one of it is)
+UNITS: dict[str, tuple[str, float]] = {
+    "bytes": ("memory", 1),
+    "MB": ("memory", 1e6),
+    "MiB": ("memory", 2**20),
+    "GB": ("memory", 1e9),
+    "GiB": ("memory", _GIB),
+    "bytes/parameter": ("bytes per parameter", 1),
+    "s": ("time", 1),
+    "ms": ("time", 1e-3),
+    "us": ("time", 1e-6),
+    "ratio": ("ratio", 1),  # a normalized throughput, a speed-up, how many times larger
+    "%": ("ratio", 1e-2),
+    **{name: (name, 1) for name in _COUNTED},
+    "samples/s": ("throughput", 1),
+    "GB/s": ("bandwidth", 1e9),
+    "number": ("number", 1),  # a setting without a unit, such as a learning rate
+}
+
+COUNTS = ("parameters", "tokens", "examples")
+"""Units of which a printed number may carry a suffix that scales it."""
+
+_SUFFIXES = {"": 0, "K": 3, "k": 3, "M": 6, "B": 9, "million": 6, "billion": 9}
+_POWER = re.compile(r"10\^(\d{1,2})")
+_NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*)")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+
+_LETTERED = ("parameters", "tokens")  # shown with one: `81.79M`
+_SCALES = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
+
+
+def convert(value: float, unit: str, to: str) -> float:
+    """The value in another unit of the same kind. Raises ValueError for any other unit."""
+    if unit == to:
+        return value
+    for name in (unit, to):
+        if name not in UNITS:
+            raise ValueError(f"unknown unit {name!r}; known: {', '.join(UNITS)}")
+    (kind, scale), (wanted_kind, wanted_scale) = UNITS[unit], UNITS[to]
+    if kind != wanted_kind:
+        raise ValueError(
+            f"{unit!r} measures {kind} and {to!r} measures {wanted_kind}; they can't be compared"
+        )
+    return value * (scale / wanted_scale)
+
+
+def show(value: float, unit: str, digits: int = 4) -> str:
+    """A number as a person reads it, to so many significant digits: `81.79M`, `3.819 GB`, `65.60 %`."""
+    if unit in _LETTERED:
+        for scale, suffix in _SCALES:
+            if abs(value) >= scale:
+                return _digits(value / scale, digits) + suffix
+        return _digits(value, digits)
+    number = _digits(value, digits)
+    if unit in ("ratio", "number"):
+        return number
+    return f"{number} {unit}"
+
+
+def show_with_interval(value: float, low: float | None, high: float | None, unit: str) -> str:
+    """`0.752 [0.739, 0.765]`, `34.51 [34.2, 34.8] GB`: the unit once, behind the interval if there is one."""
+    if low is None or high is None:
+        return show(value, unit)
+    end = f" {unit}" if show(value, unit).endswith(f" {unit}") else ""
+    return f"{show(value, unit).removesuffix(end)} {show_interval(low, high, unit)}{end}"
+
+
+def show_interval(low: float, high: float, unit: str) -> str:
+    """`[34.2, 34.8]`, to stand beside a number that names the unit; scaled counts keep their letter."""
+    end = f" {unit}"
+    return f"[{show(low, unit).removesuffix(end)}, {show(high, unit).removesuffix(end)}]"
+
+
+def percent(error: float) -> str:
+    """`55 %`, `7.6 %`: so many digits that a reader can check an answer."""
+    return f"{100 * error:.{0 if error >= 0.1 else 1}f} %"
+
+
+def _digits(value: float, digits: int) -> str:
+    if float(value).is_integer() and abs(value) < 1e6:
+        return f"{value:.0f}"
+    if not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.{digits - 1}e}"
+    before_point = len(str(int(abs(value)))) if abs(value) >= 1 else 1
+    return f"{value:.{max(0, digits - before_point)}f}"
+
+
+@functools.cache
+def parse_printed(printed: str, unit: str) -> tuple[float, float]:
+    """Value and half a unit of the last printed digit, in `unit`.
+
+    `("82M", "parameters")` is `(82e6, 0.5e6)`, `("3.8GB", "GB")` is `(3.8, 0.05)`; `("1.0e-5", ...)`,
+    `("25 billion", "examples")`, `("1,281,167", ...)` and `("10^4", ...)` work too. The zeros at the end of a
+    whole count with a suffix are no digits: "400M" is `(400e6, 50e6)`. Raises ValueError where the text is no
+    number with at most a suffix.
+    """
+    if power := _POWER.fullmatch(printed.strip()):
+        value = 10.0 ** int(power[1])
+        return value, value / 2
+    found = _NUMBER.match(_THOUSANDS.sub("", printed.strip()))
+    if found is None:
+        raise ValueError(f"printed form {printed!r} does not begin with a number")
+    number, suffix = found[1], found[2]
+    decimal = Decimal(number)
+    if unit in COUNTS:
+        if suffix.lstrip("-") not in _SUFFIXES:
+            raise ValueError(f"printed form {printed!r} ends in {suffix!r}; known: {', '.join(_SUFFIXES)}")
+        decimal = decimal.scaleb(_SUFFIXES[suffix.lstrip("-")])
+    scaled = unit in COUNTS and suffix and "." not in number
+    exponent = (decimal.normalize() if scaled else decimal).as_tuple().exponent
+    assert isinstance(exponent, int)  # finite, see above
+    return float(decimal), float(Decimal(5).scaleb(exponent - 1))
+
+
+# The published numbers
 
 PATH = PUBLISHED / "paper.csv"
 TABLES = PUBLISHED / "tables.toml"
@@ -90,14 +220,11 @@ class PaperNumber:
             raise ValueError(f"a formula that is evaluated is an identity, not a {self.kind}")
         if self.error is None and self.form in ("read off", "derived"):
             raise ValueError(f"a number that is {self.form} needs its error; its digits do not give it")
-        if self.error is not None:
-            by_digits = self.form in ("", "words") and not self.corrected_printed
-            if self.exact or by_digits:
-                raise ValueError(
-                    "an error is for numbers read off, derived, evaluated or corrected from rounded ones"
-                )
-            if not 0 < self.error < math.inf:
-                raise ValueError(f"error is {self.error}, not a positive number in {self.unit}")
+        by_digits = self.exact or (self.form in ("", "words") and not self.corrected_printed)
+        if self.error is not None and by_digits:
+            raise ValueError("an error is for what is read off, derived, evaluated or corrected")
+        if self.error is not None and not 0 < self.error < math.inf:
+            raise ValueError(f"error is {self.error}, not a positive number in {self.unit}")
         if self.form == "words":
             if not (math.isfinite(self.value) and self.printed):
                 raise ValueError("a number in words needs the words as printed and the value they stand for")
@@ -114,9 +241,8 @@ class PaperNumber:
         """How far `value` may be off: half a unit of the last printed digit, or the error of the file."""
         if self.exact or self.form == "words":
             return 0.0
-        if self.error is not None and not self.corrected_printed:
-            return self.error
-        return parse_printed(self.printed, self.unit)[1]
+        by_digits = self.error is None or self.corrected_printed
+        return parse_printed(self.printed, self.unit)[1] if by_digits else self.error or 0.0
 
     @property
     def corrected_value(self) -> float | None:
@@ -126,8 +252,7 @@ class PaperNumber:
     @property
     def target(self) -> float:
         """The value to be held to: the corrected one where the paper's own erratum gives it."""
-        corrected = self.corrected_value
-        return self.value if corrected is None else corrected
+        return self.value if self.corrected_value is None else self.corrected_value
 
     @property
     def target_rounding(self) -> float:
@@ -185,50 +310,27 @@ def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
     rows = csv.DictReader(io.StringIO(content, newline=""), strict=True)
     if tuple(rows.fieldnames or ()) != COLUMNS:
         raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
-    cells: dict[int, PaperNumber] = {}
+    found: list[PaperNumber] = []
     lines: dict[tuple[str, ...], int] = {}
-    line = 0
     try:
         for row in rows:
-            line = rows.line_num
             if None in row or None in row.values():
                 raise ValueError(f"a row has {len(COLUMNS)} fields")
             given: dict[str, Any] = {name: text for name, text in row.items() if text}  # the others: defaults
             given["corrected_printed"] = given.pop("corrected_value", "")
             if "exact" in given:
-                given["exact"] = {"yes": True}.get(given["exact"], given["exact"])
+                given["exact"] = given["exact"] == "yes" or given["exact"]
             if "same_as" in given:
                 given["same_as"] = given["same_as"].split("|")
-            cell = cells[line] = msgspec.convert(given, PaperNumber, strict=False)
-            first = lines.setdefault((cell.source, *cell.key), line)
-            if first != line:
-                raise ValueError(f"{cell.key} of {cell.source} stands on line {first} already")
-        by_key = {cell.key: cell for cell in cells.values() if cell.source == "paper"}
-        for line, cell in cells.items():  # noqa: B007  # the line is said below
-            if cell.same_as is not None:
-                _check_repetition(cell, cell.same_as, by_key)
+            found.append(msgspec.convert(given, PaperNumber, strict=False))
+            place = (found[-1].source, *found[-1].key)
+            if lines.setdefault(place, rows.line_num) != rows.line_num:
+                raise ValueError(f"{' / '.join(place)} stands on line {lines[place]} already")
     except ValueError as error:
-        raise ValueError(f"{path}:{line}: {error}") from error
-    return tuple(cells.values())
+        raise ValueError(f"{path}:{rows.line_num}: {error}") from error
+    return tuple(found)
 
 
-def of_the_paper(paper: Sequence[PaperNumber] | None = None) -> dict[tuple[str, str, str], PaperNumber]:
-    """The paper's own numbers, nobody else's, by table, row and column; by default those of the file."""
-    return {cell.key: cell for cell in (load_paper() if paper is None else paper) if cell.source == "paper"}
-
-
-def _check_repetition(
-    cell: PaperNumber, place: tuple[str, str, str], by_key: Mapping[tuple[str, str, str], PaperNumber]
-) -> None:
-    first = by_key.get(place)
-    if first is None or first is cell or cell.source != "paper":
-        raise ValueError(f"same_as {place} is no other number of the paper")
-    if first.same_as is not None:
-        raise ValueError(f"same_as {place} is itself the same as {first.same_as}; name that one")
-    if cell.form in ("derived", "words"):  # the same number in other words, such as an increase for a ratio
-        return
-    if first.unit != cell.unit:
-        raise ValueError(f"same_as {place} is in {first.unit}, this number in {cell.unit}")
-    apart = abs(cell.value - first.value) - cell.rounding - first.rounding
-    if apart > 1e-9 * max(abs(cell.value), abs(first.value)):
-        raise ValueError(f"{cell.printed!r} and {first.printed!r} of {place} are not one number")
+def of_the_paper() -> dict[tuple[str, str, str], PaperNumber]:
+    """The paper's own numbers, nobody else's, by table, row and column."""
+    return {cell.key: cell for cell in load_paper() if cell.source == "paper"}

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 SCHEMA = 3
-"""Version of the stored form; a reader refuses other lines instead of guessing what they mean.
-
-In the first version a metric had no key; in the second a digest stood at the end of each line."""
+"""Version of the stored form; a reader refuses other lines instead of guessing what they mean."""
 REPRODUCTION = "reproduction"
 """The `part` of the cases that compute the paper's numbers at the paper's size."""
 
@@ -37,19 +36,16 @@ Status = Literal["done", "skipped", "out_of_memory", "failed"]
 PROVENANCES: tuple[str, ...] = get_args(Provenance)
 
 FINAL: frozenset[str] = frozenset({"done", "out_of_memory"})
-"""Statuses that are results and never run again.
-
-A skipped or failed case is tried again by the next run: a device may have appeared, a bug may be fixed."""
+"""Statuses that are results; other cases are tried again by the next run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     """One number with its unit, where it comes from and how sure it is.
 
-    `name` says in a few words what is counted, `key` of what within the case: {"K": 4, "M": 32}. Readers look
-    a number up by both and never take a name apart. `low` and `high` are its
-    interval (`interval_name`) in the same unit, `samples` the raw measurements behind `value`. `value` is
-    None where the case ended without one.
+    `name` says in a few words what is counted, `key` of what within the case: {"K": 4, "M": 32}. `low` and
+    `high` are its interval (`interval_name`) in the same unit, `samples` the raw measurements behind `value`,
+    which is None where the case ended without one.
 
     Raises ValueError for values that are not finite, an interval that does not hold the value, an unknown
     provenance, or a key whose values are not plain.
@@ -78,8 +74,7 @@ class Metric:
         if (self.low is None) != (self.high is None):
             raise ValueError(f"metric {self.name!r}: give both ends of the interval or neither")
         if self.low is not None and self.high is not None and self.value is not None:
-            # A bootstrap of equal samples may differ in the last bit.
-            slack = 1e-9 * max(abs(self.low), abs(self.high))
+            slack = 1e-9 * max(abs(self.low), abs(self.high))  # of a bootstrap's last bit
             if not self.low - slack <= self.value <= self.high + slack:
                 raise ValueError(
                     f"metric {self.name!r}: {self.value} is outside its interval {self.low} to {self.high}"
@@ -97,9 +92,8 @@ class Record:
 
     `case` is the key of the case within the experiment, `options` the run options its result depends on,
     `revision` the experiment's own version: together with `experiment` and `profile` they identify the
-    case. `reason` says why there is no result where `status` is not "done". `environment` holds machine,
-    versions, git commit and the fingerprint of the code. `started_at` is UTC and for people only; order
-    in the file decides which record is later.
+    case. `reason` says why there is no result where `status` is not "done". `started_at` is UTC and for
+    people only; order in the file decides which record is later.
     """
 
     schema: int
@@ -118,18 +112,14 @@ class Record:
     options: dict[str, Scalar] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.schema < 1:
-            raise ValueError(f"schema is {self.schema}, the first one was 1")
         if self.status != "done" and not self.reason:
             raise ValueError(f"a record with status {self.status!r} needs a reason")
-        seen: set[tuple[str, frozenset[tuple[str, Scalar]]]] = set()
+        seen = Counter((metric.name, frozenset(metric.key.items())) for metric in self.metrics)
         for metric in self.metrics:
-            known = (metric.name, frozenset(metric.key.items()))
-            if known in seen:
+            if seen[metric.name, frozenset(metric.key.items())] > 1:
                 raise ValueError(
                     f"metric {metric.label!r} is given twice; name and key identify metrics within a case"
                 )
-            seen.add(known)
 
     def metric(self, name: str, /, **key: Scalar) -> Metric | None:
         """The metric of exactly that name and key, or None where the case did not produce it."""
@@ -155,13 +145,7 @@ def identity(
     experiment: str, profile: str, revision: int, case: dict[str, Scalar], options: dict[str, Scalar]
 ) -> str:
     """A text that two records share exactly when they are of the same case; independent of key order."""
-    parts = [experiment, profile, str(revision)]
-    parts += [
-        f"{group}.{key}={value!r}"
-        for group, values in (("case", case), ("options", options))
-        for key, value in sorted(values.items())
-    ]
-    return "\x1f".join(parts)
+    return repr((experiment, profile, revision, sorted(case.items()), sorted(options.items())))
 
 
 def check_key(key: Mapping[str, Scalar], what: str) -> None:
@@ -195,7 +179,7 @@ def find(records: Sequence[Record], status: Status | None = None, /, **case: Sca
     return next(iter(of_case(records, status, **case)), None)
 
 
-# Repeated measurements --------------------------------------------------------------------------------------
+# Repeated measurements
 
 _RESAMPLES = 2000
 _SEED = 1811_06965  # the interval of the same samples must be the same number every time
@@ -249,19 +233,12 @@ def from_samples(
     interval = median_interval(samples) if len(samples) >= FEWEST else (min(samples), max(samples))
     low, high = (None, None) if interval is None or len(samples) == 1 else interval
     return Metric(
-        name,
-        float(statistics.median(samples)),
-        unit,
-        provenance,
-        key=dict(key or {}),
-        low=low,
-        high=high,
-        samples=tuple(float(sample) for sample in samples),
-        note=note,
-    )
+        name, float(statistics.median(samples)), unit, provenance, key=dict(key or {}), low=low, high=high,
+        samples=tuple(map(float, samples)), note=note,
+    )  # fmt: skip
 
 
-# One line of JSON -------------------------------------------------------------------------------------------
+# One line of JSON
 
 
 class _Header(msgspec.Struct):
@@ -287,12 +264,9 @@ def decode(line: bytes) -> Record:
         raise ValueError(f"not a record: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a complete line of JSON, truncated or edited ({error})") from error
-    if schema > SCHEMA:
-        raise ValueError(f"written by a newer version: schema {schema}, while this one reads up to {SCHEMA}")
-    if schema < SCHEMA:
-        raise ValueError(
-            f"made by an older version: schema {schema}, while this one reads {SCHEMA}; run the case again"
-        )
+    if schema != SCHEMA:
+        age = "newer version" if schema > SCHEMA else "older version; run the case again"
+        raise ValueError(f"written with schema {schema}, while this one reads {SCHEMA}, by a {age}")
     try:
         return _decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -346,8 +320,7 @@ def frame(records: Sequence[Record]) -> DataFrame:
         table = numbers.pivot(index="K", columns="schedule", values="value")
         relplot(numbers, x="M", y="value", hue="K")
 
-    pandas takes half a second to import, which a command that only prints a comparison should not wait for:
-    it is imported when the first frame is made, and `list`, `compare` and `--help` make none.
+    pandas takes half a second to import, and is imported when the first frame is made.
 
     Columns are `BEFORE`, the keys of the cases, the keys of the metrics, `BEHIND`. What a record does not
     have is missing (`isna`); a key of whole numbers stays one of whole numbers all the same. Where case and

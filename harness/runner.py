@@ -1,28 +1,49 @@
 """Runs the cases of an experiment and keeps each result the moment it is there.
 
 What is on record is not run again; what fails becomes a record and the run goes on; what can't be written
-is handed to the caller, so it can be shown. Of two runs of an experiment on the same folder the second waits.
-One run has several cases at work only where the experiment times nothing.
+is handed to the caller. Of two runs of an experiment on the same folder the second waits. One run has several
+cases at work only where the experiment times nothing:
 
-How far a run is and how long it still takes shows a bar on a terminal, and plain lines everywhere else: on
+                  thread 1 --case--> process 1
+    run ---pool-<                                    each answers with the finished record
+                  thread 2 --case--> process 2
+
+Each thread has a process of its own, so whatever a case does to its process (a crash, a kill for want of
+memory) is that case's result alone. How far a run is shows a bar on a terminal, and lines everywhere else: on
 standard error, so that standard output holds results alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import multiprocessing
 import os
+import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
-from typing import TextIO
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from multiprocessing.connection import wait
+from typing import NoReturn, TextIO
 
-from gpipe_bench.harness.experiment import Case, Experiment, RunOptions, select
-from gpipe_bench.harness.record import FINAL, Record
-from gpipe_bench.harness.signals import SETTLE_S, check, held, number_of
-from gpipe_bench.harness.store import Problem, Store, StoreError, latest, lines_of
-from gpipe_bench.harness.workers import Here, Workers
+from gpipe_bench.harness.environment import environment, usable_cores
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions, select
+from gpipe_bench.harness.paper import UNITS
+from gpipe_bench.harness.processes import SETTLE_S, check, held, number_of, started, starting
+from gpipe_bench.harness.record import FINAL, SCHEMA, Record, decode, encode, printable
+from gpipe_bench.harness.store import Store, StoreError, latest, lines_of
+
+MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
+
+
+def sensible_jobs() -> int:
+    """The default number of cases that run at once: one per core, at most `MOST_JOBS`."""
+    return min(usable_cores(), MOST_JOBS)
 
 
 @dataclass
@@ -34,7 +55,6 @@ class RunResult:
     reused: int = 0
     failed: list[Record] = field(default_factory=list)
     unsaved: list[Record] = field(default_factory=list)
-    problems: tuple[Problem, ...] = ()
     signal: int | None = None
     """Number of the signal that ended the run before all cases were done."""
 
@@ -51,10 +71,9 @@ def run_experiment(
 ) -> RunResult:
     """Runs what is not on record, or all with `options.fresh`; `on_record(record, saved)` sees each result.
 
-    `jobs` cases are at work at the same time, each in a process of its own if there are several. Raises
-    ValueError, before anything is run, where options name what the experiment doesn't have or `jobs` is more
-    than one although the experiment times its cases. An interrupt (see `stopping`) ends the run; what was
-    finished is kept, and what the signal broke off is no result.
+    `jobs` cases are at work at the same time, each in a process of its own if there are several. An interrupt
+    ends the run; what was finished is kept, and what the signal broke off is no result. Raises ValueError,
+    before anything is run, for options that the experiment does not have.
     """
     if jobs < 1:
         raise ValueError(f"--jobs {jobs}: give the number of cases to run at the same time, 1 or more")
@@ -73,26 +92,25 @@ def run_experiment(
         if by_identity.setdefault(experiment.identity(case, options), case) is not case:
             raise ValueError(f"{experiment.name} has two cases {case.label}; keys must tell cases apart")
     jobs = min(jobs, len(cases))
-    executor = (Here if jobs <= 1 else Workers)(experiment, options, command)
-    run = _Run(options, store, reporter, executor, on_record)
+    processes = _Processes(experiment, options, command)
+    alone = lambda case: execute(experiment, case, options, command)  # noqa: E731
+    run = _Run(options, store, reporter, alone if jobs <= 1 else processes.execute, on_record)
     try:
         with store.held(experiment.name, lambda: reporter.warn("another run is at work on it; waiting")):
             loaded = store.load(experiment.name)
-            run.known, run.result.problems = latest(loaded.records), loaded.problems
+            run.known = latest(loaded.records)
             for line in lines_of(loaded.problems):
                 reporter.warn(line)
             reporter.begin(cases, jobs)
             try:
                 if jobs > 1:
-                    run.beside_each_other(by_identity, jobs)
+                    run.beside_each_other(by_identity, jobs, processes.stop)
                 else:
                     run.in_turn(by_identity)
             finally:
                 reporter.end()
     except KeyboardInterrupt as error:
         run.result.signal = number_of(error)
-    finally:
-        executor.stop()
     run.result.records = [run.final[identity] for identity in by_identity if identity in run.final]
     return run.result
 
@@ -102,7 +120,7 @@ class _Run:
     options: RunOptions
     store: Store
     reporter: Reporter
-    executor: Here
+    execute: Callable[[Case], Record]
     on_record: Callable[[Record, bool], None]
     result: RunResult = field(default_factory=RunResult)
     final: dict[str, Record] = field(default_factory=dict)
@@ -110,25 +128,20 @@ class _Run:
     alone: threading.Lock = field(default_factory=threading.Lock)
     """Around everything but the cases themselves."""
 
-    def beside_each_other(self, cases: Mapping[str, Case], jobs: int) -> None:
-        """Cases of one group in turn; the longest groups first, so that the last ones to run are short and no
-        process waits long for another.
-        """
+    def beside_each_other(self, cases: Mapping[str, Case], jobs: int, stop: Callable[[], None]) -> None:
+        """Cases of one group in turn; the longest groups first, so that no process waits long for another."""
         groups: dict[str, dict[str, Case]] = {}
         for identity, case in cases.items():
             groups.setdefault(case.group or identity, {})[identity] = case
-        longest_first = sorted(
-            groups.values(), key=lambda group: -sum(case.estimate_s for case in group.values())
-        )
+        seconds = lambda group: sum(case.estimate_s for case in group.values())  # noqa: E731
+        longest_first = sorted(groups.values(), key=seconds, reverse=True)
         pool = ThreadPoolExecutor(jobs)
         try:
             for future in as_completed([pool.submit(self.in_turn, each) for each in longest_first]):
                 future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            self.executor.stop()  # or the threads would wait for their processes
-            raise
         finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop()  # or the threads would wait for their processes
             pool.shutdown()
 
     def in_turn(self, cases: Mapping[str, Case]) -> None:
@@ -148,7 +161,7 @@ class _Run:
         check()
         with self.alone:
             self.reporter.started(case)
-        record = self.executor.execute(case)
+        record = self.execute(case)
         if record.status == "failed":
             check(SETTLE_S)  # what the signal has broken off is no failure
         with self.alone, held():
@@ -167,10 +180,160 @@ class _Run:
             self.on_record(record, saved)
 
 
-# How far it is ----------------------------------------------------------------------------------------------
+# A case in a process of its own
 
-_DOUBT = 0.1
-"""Share of all estimates for which the machine is taken to be as fast as they say."""
+
+class _StoppedError(Exception):
+    """The run is over; the case has no result."""
+
+
+class _Processes:
+    """Runs each case in a process of the calling thread's own, which is started when first needed."""
+
+    def __init__(self, experiment: Experiment, options: RunOptions, command: str) -> None:
+        self._experiment, self._options, self._command = experiment, options, command
+        self._mine = threading.local()
+        self._pools: list[ProcessPoolExecutor] = []
+        self._others = multiprocessing.active_children()
+        self._stopped = False
+
+    def execute(self, case: Case) -> Record:
+        """The record, failed if its process dies. Raises _StoppedError after `stop`."""
+        if not hasattr(self._mine, "pool"):
+            self._mine.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare)
+            self._pools.append(self._mine.pool)
+        pool: ProcessPoolExecutor = self._mine.pool
+        try:
+            with starting():
+                line = pool.submit(_encoded, self._experiment, case, self._options, self._command)
+            if self._stopped:  # before there was a process to be ended
+                self.stop()
+            return decode(line.result())
+        except RuntimeError:  # the process has ended, or `stop` ended all
+            del self._mine.pool
+        if self._stopped:
+            raise _StoppedError
+        pool.shutdown()
+        return execute(replace(self._experiment, run=_lost), case, self._options, self._command)
+
+    def stop(self) -> None:
+        """Ends all processes; whoever waits for one gets a _StoppedError."""
+        self._stopped = True
+        for process in multiprocessing.active_children():
+            if process not in self._others:
+                process.kill()
+        for pool in self._pools:
+            pool.shutdown(wait=False)
+
+
+def _lost(case: Case, options: RunOptions) -> NoReturn:
+    """Stands for a case whose process has ended."""
+    raise RuntimeError("the process that ran it was ended; if memory was short, use --jobs 1")
+
+
+def _prepare() -> None:
+    """Prepares a process before its first case."""
+    started(signal.SIG_IGN)  # Ctrl-C is meant for the run, which ends this process
+    if hasattr(os, "setsid"):
+        os.setsid()  # nor does Ctrl-C reach a case's children
+    os.dup2(2, 1)  # standard output is for the run's results
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
+
+
+def _encoded(experiment: Experiment, case: Case, options: RunOptions, command: str) -> bytes:
+    record = execute(experiment, case, options, command)
+    sys.stdout.flush()
+    return encode(record)
+
+
+def _end_with_the_run() -> None:
+    """A run that was killed could not end its processes; none shall train on for days."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+_NO_MEMORY = (
+    "DefaultCPUAllocator", "OutOfMemoryError: ", "CUDA out of memory", "CUDA error: out of memory",
+    "_STATUS_ALLOC_FAILED",
+)  # fmt: skip
+"""Parts of error messages that report a lack of memory."""
+
+
+def execute(experiment: Experiment, case: Case, options: RunOptions, command: str) -> Record:
+    """The case's record, exactly as it will be read back; only an interrupt from the keyboard is raised."""
+    before = environment()
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    start_s = time.perf_counter()
+    outcome = _outcome(experiment, case, options)
+    duration_s = time.perf_counter() - start_s
+    after = environment()  # by now the experiment has loaded torch, if it does
+    surroundings = {**after, "load": before["load"], "load_after": after["load"]}
+
+    def record(outcome: Outcome) -> Record:
+        return Record(
+            schema=SCHEMA, experiment=experiment.name, profile=options.profile, case=case.key,
+            status=outcome.status, reason=outcome.reason, metrics=tuple(outcome.metrics),
+            details=outcome.details, environment=surroundings, command=command, started_at=started_at,
+            duration_s=duration_s, revision=experiment.revision, options=experiment.relevant(options),
+        )  # fmt: skip
+
+    try:
+        return decode(encode(record(outcome)))
+    except ValueError as error:  # an outcome that no record can hold is a fault of the experiment
+        return decode(encode(record(_failed(error))))
+
+
+def _outcome(experiment: Experiment, case: Case, options: RunOptions) -> Outcome:
+    """Runs one case; whatever it raises becomes an outcome."""
+    try:
+        outcome = experiment.run(case, options)
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"{experiment.name} returned {type(outcome).__name__}, not an Outcome")
+        for metric in outcome.metrics:
+            if metric.unit not in UNITS:
+                raise ValueError(
+                    f"metric {metric.name!r}: unknown unit {metric.unit!r}; known are {', '.join(UNITS)}; a "
+                    "new one is a line of harness/paper.py"
+                )
+        return outcome
+    except (Exception, SystemExit) as error:
+        memory = memory_error(error)
+        if memory is None:
+            return _failed(error)
+        outcome = replace(_failed(error), status="out_of_memory", reason=_first_line(memory))
+    gc.collect()  # the frames that held memory are gone now
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        with contextlib.suppress(RuntimeError):  # a device that is lost has nothing to give back
+            torch.cuda.empty_cache()
+    return outcome
+
+
+def _failed(error: BaseException) -> Outcome:
+    text = "".join(traceback.format_exception(error))
+    return Outcome(status="failed", reason=_first_line(error), details={"traceback": printable(text)})
+
+
+def _first_line(error: BaseException) -> str:
+    lines = printable(str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def memory_error(error: BaseException) -> BaseException | None:
+    """The out-of-memory error that `error` is, was raised from or reports: by its name or its text."""
+    seen: BaseException | None = error
+    while seen is not None:
+        names = {each.__name__ for each in type(seen).__mro__}
+        told = isinstance(seen, RuntimeError) and any(word in str(seen) for word in _NO_MEMORY)
+        if names & {"MemoryError", "OutOfMemoryError"} or told:
+            return seen
+        seen = seen.__cause__
+    return None
+
+
+# How far it is
 
 
 def words(seconds: float) -> str:
@@ -184,7 +347,7 @@ def words(seconds: float) -> str:
 
 
 class Reporter:
-    """Prints the runner's progress: a line per finished case, and the `title` before the first."""
+    """Prints a line per finished case, and the `title` before the first."""
 
     title = ""
 
@@ -196,13 +359,8 @@ class Reporter:
 
     @property
     def left(self) -> str:
-        """Time left, in words: the estimates of what is left, scaled by how right they were so far. The first
-        case often loads what all need, so at first the machine counts as about as fast as they say.
-        """
-        scale = 1.0
-        if self._estimated_s and self._spent_s:
-            trust = self._estimated_s / (self._estimated_s + _DOUBT * (self._estimated_s + self._left_s))
-            scale = (self._spent_s / self._estimated_s) ** trust
+        """Time left, in words: the estimates of what is left, scaled by how right they were so far."""
+        scale = self._spent_s / self._estimated_s if self._spent_s and self._estimated_s else 1.0
         return words(self._left_s * scale / self._jobs)
 
     def begin(self, cases: list[Case], jobs: int) -> None:
@@ -213,7 +371,7 @@ class Reporter:
         self.say(f"{self._total} cases, about {self.left}")
 
     def started(self, case: Case) -> None:
-        """Says nothing: a line per case is enough for a log."""
+        """A line per case is enough for a log."""
 
     def finished(self, case: Case, record: Record, *, reused: bool) -> None:
         self._done += 1

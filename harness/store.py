@@ -7,9 +7,8 @@ happens to a file afterwards (a torn tail, an edit, a line of a newer version) c
 reported, never the others.
 
 Several processes may share the files: each append holds the file, and a run its experiment, so that a second
-run waits, and finds on record what the first one did. Locks vanish with the process that held them. Where the
-system or the file system has none (Windows, some network mounts) they are granted at once: single appends
-stay whole, only work may be done twice.
+run waits, and finds on record what the first one did. Locks vanish with the process that held them. Where
+there are none (Windows, some network mounts) single appends stay whole, only work may be done twice.
 """
 
 from __future__ import annotations
@@ -17,20 +16,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_bench.harness.record import Record, decode, encode
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
-_BINARY = getattr(os, "O_BINARY", 0)  # Windows would turn each newline into two bytes
-
 
 class StoreError(OSError):
-    """A record could not be kept. The message names the file, the cause and the remedy."""
+    """A record could not be kept: file, cause and remedy."""
 
 
 @dataclass(frozen=True)
@@ -63,38 +58,21 @@ class Store:
         self.root = Path(root)
 
     def path(self, experiment: str) -> Path:
-        """File of an experiment. Raises ValueError for a name that is not a plain file name."""
-        if not _NAME.match(experiment):
-            raise ValueError(
-                f"experiment name {experiment!r} can't be a file name; use letters, digits, '-', '_', '.'"
-            )
+        """File of an experiment."""
         return self.root / f"{experiment}.jsonl"
 
     @contextlib.contextmanager
     def held(self, experiment: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """Inside, no other run of the experiment is at work here; `waiting` is called where one still is.
-
-        The lock is this process's own: what a killed run leaves behind does not keep it.
-        """
+        """Inside, no other run of the experiment is at work here; `waiting` is called where one still is."""
         path = self.path(experiment).with_name(f".{experiment}.lock")
         try:
-            if fcntl is None:
-                raise OSError
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError:  # a read-only folder: there is nothing to protect
             yield
             return
-        try:
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # else a file system without locks
-                if error.errno in (errno.EAGAIN, errno.EACCES):
-                    waiting()
-                    fcntl.lockf(fd, fcntl.LOCK_EX)
+        with os.fdopen(fd), locked(fd, waiting=waiting):
             yield
-        finally:
-            os.close(fd)
 
     def append(self, record: Record) -> None:
         """Adds one line, whole and on disk when this returns, or not at all.
@@ -104,16 +82,10 @@ class Store:
         path = self.path(record.experiment)
         line = encode(record) + b"\n"
         try:
-            new = not path.exists()
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _BINARY, 0o644)
-            try:
-                with file_lock(fd):
-                    _append_whole(fd, line)
-            finally:
-                os.close(fd)
-            if new:
-                _sync_folder(path.parent)
+            with open(path, "a+b", buffering=0) as file, locked(file.fileno()):
+                _append_whole(file.fileno(), line)
+            _sync_folder(path.parent)
         except OSError as error:
             # mkdir's own words for a file in the folder's place, "File exists", sound as if all were well
             cause = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
@@ -124,11 +96,10 @@ class Store:
     def load(self, experiment: str) -> Loaded:
         """Every readable record of the experiment; an absent file is an empty one."""
         path = self.root if self.root.is_file() else self.path(experiment)
-
         try:
             if path.exists() and not path.is_file():  # of a named pipe one would wait for a writer
                 return Loaded((), (Problem(path, 0, "not a regular file"),))
-            with open(path, "rb") as file, file_lock(file.fileno(), shared=True):
+            with open(path, "rb") as file, locked(file.fileno(), shared=True):
                 content = file.read()
         except (FileNotFoundError, NotADirectoryError):
             return Loaded((), ())
@@ -153,30 +124,20 @@ class Store:
         return Loaded(tuple(records), tuple(problems))
 
 
-def lines_of(problems: Iterable[Problem], most: int = 5) -> list[str]:
-    """The problems as lines for people; of a file with more than `most` only the first, and a count."""
-    by_file: dict[Path, list[Problem]] = {}
-    for problem in problems:
-        by_file.setdefault(problem.path, []).append(problem)
-    lines: list[str] = []
-    for path, found in by_file.items():
-        lines += [str(problem) for problem in found[:most]]
-        if len(found) > most:
-            lines.append(
-                f"{path}: {len(found) - most} more lines can't be read, the last is {found[-1].line}"
-            )
+def lines_of(problems: Sequence[Problem], most: int = 5) -> list[str]:
+    """The problems of a file as lines for people; of more than `most` only the first, and a count."""
+    lines = [str(problem) for problem in problems[:most]]
+    if len(problems) > most:
+        left, last = len(problems) - most, problems[-1]
+        lines.append(f"{last.path}: {left} more lines can't be read, the last is {last.line}")
     return lines
 
 
-def left_out(problems: Iterable[Problem], experiment: str) -> str:
+def left_out(problems: Sequence[Problem], experiment: str) -> str:
     """Text of a comparison about the lines that it could not read, with the remedy."""
-    return "\n".join(
-        [
-            "left out, and not judged:",
-            *(f"  {line}" for line in lines_of(problems)),
-            f"restore the file from a copy, or make these cases anew with: run {experiment}",
-        ]
-    )
+    lines = ["left out, and not judged:", *(f"  {line}" for line in lines_of(problems))]
+    lines.append(f"restore the file from a copy, or make these cases anew with: run {experiment}")
+    return "\n".join(lines)
 
 
 def latest(records: Iterable[Record]) -> dict[str, Record]:
@@ -188,14 +149,20 @@ def latest(records: Iterable[Record]) -> dict[str, Record]:
     return found
 
 
+def select_records(records: Sequence[Record], revision: int, profile: str | None) -> list[Record]:
+    """The latest record of each case at this revision; without `profile`, of the latest one."""
+    current = [record for record in records if record.revision == revision]
+    if profile is None and current:
+        profile = current[-1].profile
+    return list(latest(record for record in current if record.profile == profile).values())
+
+
 def _append_whole(fd: int, line: bytes) -> None:
     """Adds the line to the locked file, on a line of its own, or leaves the file as it was."""
     size = os.fstat(fd).st_size
     if size:
         os.lseek(fd, size - 1, os.SEEK_SET)
-        if (
-            os.read(fd, 1) != b"\n"
-        ):  # a torn line of a writer that died; this record must not become part of it
+        if os.read(fd, 1) != b"\n":  # a torn line of a writer that died
             line = b"\n" + line
     try:
         rest = memoryview(line)
@@ -209,7 +176,7 @@ def _append_whole(fd: int, line: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the name of a new file durable too, where the system can."""
+    """Makes the name of a new file durable, too, where the system can."""
     with contextlib.suppress(OSError):
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -243,17 +210,22 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def file_lock(fd: int, *, shared: bool = False) -> Iterator[None]:
-    """Holds the whole open file against other holders; `shared` admits other readers."""
+def locked(fd: int, *, shared: bool = False, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Holds the open file against other processes until the block ends; `shared` admits other readers, and
+    `waiting` is called where somebody has it. The lock is this process's own: no child keeps it.
+    """
     if fcntl is None:
         yield
         return
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-    except OSError:  # a file system without locks
-        yield
-        return
+        fcntl.lockf(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:  # else a file system without locks
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            waiting()
+            fcntl.lockf(fd, kind)
     try:
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            fcntl.lockf(fd, fcntl.LOCK_UN)

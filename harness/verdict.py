@@ -1,14 +1,12 @@
 """Our answer to a number of the paper, the range that it may lie in, and what a comparison of the two says.
 
 A wide range that meets anything is no success, so it is not called one; and each verdict says which numbers
-in the paper it would have rejected. Our range names its parts: a range that is only a number can be made as
-wide as it has to be.
+in the paper it would have rejected. Our range names its parts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -64,6 +62,7 @@ class Result(Place):
         metric: our number, with its 95 % interval
         spread: how far it may be off, where that is more than the metric's own interval
         allowed: what the paper allows, where that is not what its digits or words admit (`admitted`)
+        error: of a computed number, as a factor less 1; 0 of one that ran here
         record: the one that the number comes from, None where it is computed from several
         not_comparable: why the two numbers can't be held against each other; empty where they can
         context: why our number stands beside the paper's and is not judged; empty where it is judged
@@ -75,6 +74,7 @@ class Result(Place):
     metric: Metric | None = None
     spread: Spread | None = None
     allowed: Allowed | None = None
+    error: float = 0.0
     record: Record | None = None
     not_comparable: str = ""
     context: str = ""
@@ -107,12 +107,12 @@ class Comparison(Place):
     instead where an erratum gives it. `low` and `high` are our 95 % interval, `range_low` and `range_high`
     how far our number may lie over everything that is not known, which `parts` name. The verdict would have
     been against a published number below `fails_below` or above `fails_above`; None where it could not have
-    been on that side. `ratio` is ours over the value judged, `factor` how far the nearest ends of the two
-    ranges are apart where they don't meet. `counted` says whether it counts among the paper's numbers: no
-    context, no repetition, nobody else's. `peer` is the same number as somebody else published it.
+    been. `ratio` is ours over the value judged, `factor` how far the nearest ends of the two ranges are apart
+    where they don't meet. `counted` says whether it counts among the paper's numbers. `peer` is the same
+    number as somebody else published it.
 
-    `entry` is our answer. Where our number was found say `machine`, `profile` and `command`, empty where
-    there is none. These are for the page, and not among what `to_data` has.
+    `entry` is our answer; `machine`, `profile` and `command` say where our number was found. These are for
+    the page, and not among what `to_data` has.
     """
 
     kind: str = "ours"
@@ -161,6 +161,11 @@ class Comparison(Place):
         return record is not None and record.is_computed
 
     @property
+    def target(self) -> float | None:
+        """The paper's number that is judged; None where it prints none."""
+        return self.paper if self.corrected is None else self.corrected
+
+    @property
     def paper_text(self) -> str:
         """The number as printed, with the erratum's value if there is one; empty where nothing is printed."""
         return self.printed if self.corrected is None else f"{self.printed} (means {self.corrected_printed})"
@@ -197,7 +202,6 @@ class Spread:
         low: the smallest number that any admitted combination gives, in the unit of the metric
         high: the largest
         parts: what the range is made of; they need not add up to it
-        combinations: of the unknown settings, how many the range covers; 0 where it is not about settings
 
     Raises ValueError for ends that are not finite or are the wrong way round.
     """
@@ -205,7 +209,6 @@ class Spread:
     low: float
     high: float
     parts: tuple[Part, ...] = ()
-    combinations: int = 0
 
     def __post_init__(self) -> None:
         for part in (Part(what="range", low=self.low, high=self.high), *self.parts):
@@ -213,18 +216,6 @@ class Spread:
                 raise ValueError(
                     f"{part.what}: {part.low} to {part.high} is no range; give two finite numbers in order"
                 )
-
-    def to_data(self) -> dict[str, Any]:
-        """The spread as a record keeps it."""
-        parts = {part.what: [part.low, part.high] for part in self.parts}
-        return {"low": self.low, "high": self.high, "combinations": self.combinations, "parts": parts}
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Spread:
-        """The spread that `to_data` wrote."""
-        parts = tuple(Part(what=what, low=float(a), high=float(b)) for what, (a, b) in data["parts"].items())
-        low, high = float(data["low"]), float(data["high"])
-        return cls(low=low, high=high, parts=parts, combinations=data["combinations"])
 
 
 # Numbers that agree with a published number or sentence

@@ -51,10 +51,10 @@ from gpipe_bench.experiments.beyond.trainings import (
 )
 from gpipe_bench.experiments.registry import PROFILES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.paper import convert, show
 from gpipe_bench.harness.record import Metric, Record, Scalar, from_samples
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import Times, differences, ratios
-from gpipe_bench.harness.units import convert, show
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.engines.trials import Fault

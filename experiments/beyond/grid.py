@@ -214,7 +214,7 @@ def _over_cuts(ratios: Sequence[float]) -> Spread | None:
     if not ratios:
         return None
     part = Part(what="balanced by", low=min(ratios), high=max(ratios))
-    return Spread(low=part.low, high=part.high, parts=(part,), combinations=len(ratios))
+    return Spread(low=part.low, high=part.high, parts=(part,))
 
 
 def tables(records: Sequence[Record]) -> str:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.paper import show
 from gpipe_bench.harness.record import Metric, Record, from_samples
 from gpipe_bench.harness.rounds import (
     Times,
@@ -30,7 +31,6 @@ from gpipe_bench.harness.rounds import (
     turns,
     used_by_others,
 )
-from gpipe_bench.harness.units import show
 
 if TYPE_CHECKING:
     import torch

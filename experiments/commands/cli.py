@@ -27,7 +27,7 @@ from gpipe_bench.experiments.commands.output import (
 )
 from gpipe_bench.experiments.registry import EXPERIMENTS, program, spelled_out
 from gpipe_bench.harness import own_results
-from gpipe_bench.harness.signals import number_of, stopping
+from gpipe_bench.harness.processes import number_of, stopping
 from gpipe_bench.pipeline.plan.named import suggestion
 
 

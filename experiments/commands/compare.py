@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,16 @@ from typing import Any
 import msgspec
 
 from gpipe_bench.experiments.commands.output import DONE, print_line, say, warn
-from gpipe_bench.experiments.readings import (
-    Shown,
-    check_engine_is_there,
-    engines_of,
-    folder_of,
-    readable,
-    screen,
-    select_records,
-    shown_of,
-)
 from gpipe_bench.experiments.registry import PROFILES, load, program
 from gpipe_bench.harness import REFERENCE, short_path
 from gpipe_bench.harness.compare import differences
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, within
-from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of
+from gpipe_bench.harness.report.table import Shown, readable, screen, shown_of
+from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of, select_records
 from gpipe_bench.harness.verdict import NO_RECORD, Comparison
+from gpipe_bench.pipeline.plan.named import suggestion
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -120,7 +112,7 @@ def _shown(folder: Path, experiment: Experiment, arguments: Any, problems: list[
             raise ValueError(f"--engine {engine}: {name} runs no engine; leave the option out")
         check_engine_is_there(engine, records)
         records = [record for record in records if engine in engines_of(record)]
-    records = select_records(records, experiment, profile)
+    records = select_records(records, experiment.revision, profile)
     if not records:
         raise ValueError(_nothing(name, arguments, folder, loaded))
     last = records[-1].options
@@ -157,3 +149,39 @@ def _nothing(name: str, arguments: argparse.Namespace, folder: Path, loaded: Loa
     return (
         f"no records of {name}{wanted} in {folder}{besides}; make them with: {program()} run {name}{profile}"
     )
+
+
+# Which records are shown
+
+
+def folder_of(name: str, results: Path, *, is_own: bool = True) -> tuple[Path, str]:
+    """Folder of an experiment's records: the user's `results`, or, where nothing of it is there and no
+    folder was asked for, those that come with the project, with a sentence that says so.
+    """
+    having = [folder for folder in sorted(REFERENCE.glob("*")) if (folder / f"{name}.jsonl").is_file()]
+    if not is_own or not having or Store(results).load(name).records:
+        return results, ""
+    said = f"records that came with the project ({having[0].name}); yours: {program()} run {name}"
+    return having[0], said
+
+
+def engines_of(*records: Record) -> tuple[str, ...]:
+    """The engines that took part in any of them: those asked for, without the digests of their files, then
+    those that the experiment set beside them.
+    """
+    names: list[str] = []
+    for record in records:
+        asked = str(record.options.get("engine") or "").split(",")
+        beside = record.details.get("engines")
+        names += [name.partition("@")[0] for name in asked] + [*(beside if isinstance(beside, dict) else ())]
+    return tuple(dict.fromkeys(filter(None, names)))
+
+
+def check_engine_is_there(engine: str, records: Iterable[Record]) -> None:
+    """ValueError, naming those that took part, unless the engine is one of them."""
+    known = engines_of(*records)
+    if engine not in known:
+        raise ValueError(
+            f"--engine {engine}: no record has it{suggestion(engine, known)}; there are: "
+            f"{', '.join(known) or 'none'}"
+        )

@@ -21,6 +21,8 @@ import msgspec
 
 from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, print_line
 from gpipe_bench.experiments.guard.arms import (
+    TIMEOUT_S,
+    Command,
     Subject,
     WorkerError,
     base_tree,
@@ -29,7 +31,6 @@ from gpipe_bench.experiments.guard.arms import (
     subject_of,
     top_of,
 )
-from gpipe_bench.experiments.guard.command import TIMEOUT_S, Command
 from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table
 from gpipe_bench.harness import PUBLISHED, ROOT, is_checkout
 from gpipe_bench.harness.environment import code_state

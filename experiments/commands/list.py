@@ -79,8 +79,8 @@ def _time(experiment: Experiment, profile: str, store: Store) -> dict[str, Any]:
     from gpipe_bench.experiments.commands.run import usual_options
     from gpipe_bench.harness.experiment import RunOptions
     from gpipe_bench.harness.record import FINAL
+    from gpipe_bench.harness.runner import sensible_jobs
     from gpipe_bench.harness.store import latest
-    from gpipe_bench.harness.workers import sensible_jobs
 
     cases = experiment.cases(RunOptions(profile=profile))
     stored = latest(store.load(experiment.name).records)

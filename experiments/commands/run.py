@@ -22,18 +22,16 @@ from gpipe_bench.experiments.commands.output import (
     print_line,
     say,
 )
-from gpipe_bench.experiments.readings import Shown, screen, select_records, shown_of
+from gpipe_bench.experiments.drawing import draw
 from gpipe_bench.experiments.registry import PROFILES, load, program
-from gpipe_bench.experiments.report import draw
 from gpipe_bench.harness import short_path
-from gpipe_bench.harness.experiment import Experiment, RunOptions
+from gpipe_bench.harness.experiment import Experiment, RunOptions, only_of
 from gpipe_bench.harness.record import Record, encode, printable
 from gpipe_bench.harness.report.grid import SCREEN, within
-from gpipe_bench.harness.report.table import answer
-from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experiment
-from gpipe_bench.harness.store import Store, latest
+from gpipe_bench.harness.report.table import Shown, answer, screen, shown_of
+from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experiment, sensible_jobs
+from gpipe_bench.harness.store import Store, latest, select_records
 from gpipe_bench.harness.verdict import JUDGED, Comparison
-from gpipe_bench.harness.workers import sensible_jobs
 from gpipe_bench.pipeline.plan.named import suggestion
 
 TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # torch reads it when it is loaded
@@ -124,12 +122,7 @@ def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
             taken = f"--data {arguments.data}: {experiment.name} takes no data"
             raise ValueError(f"{taken}; leave the option out")
         own["data"] = str(arguments.data.resolve())
-    only: dict[str, tuple[str, ...]] = {}
-    for text in arguments.only:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
-            raise ValueError(f"--only {text!r} is not KEY=VALUE")
-        only[key] = (*only.get(key, ()), value)
+    only = only_of(arguments.only)
     device = _device(arguments.device, experiment)
     # Models that are scaled to two cores keep a GPU waiting for its host, and nothing else is timed.
     profile = arguments.profile or ("full" if device == "cuda" else "short")
@@ -197,7 +190,7 @@ def _own_engine(asked: str, experiment: Experiment) -> str:
 
 def _shown(experiment: Experiment, options: RunOptions, store: Store, result: RunResult) -> Shown:
     """Results on record for these options, also from earlier runs, and those this run could not write."""
-    stored = select_records(store.load(experiment.name).records, experiment, options.profile)
+    stored = select_records(store.load(experiment.name).records, experiment.revision, options.profile)
     wanted = experiment.relevant(options)
     known = [record for record in stored if record.options == wanted]
     records = list(latest([*known, *result.records]).values())  # on a full disk new ones are not stored

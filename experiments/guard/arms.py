@@ -1,26 +1,30 @@
-"""What a guard run measures: two checkouts, and the processes of three arms: base, head, and the base as the
-control.
+"""What a guard run measures: two checkouts, and three arms: base, head, and the base as the control.
 
-The base is where HEAD left a given revision. `git worktree` shares the object store, so that a checkout takes
-a second and needs no network except for submodules; it is removed whatever happens, and what a killed guard
-left is removed by the next.
+The base is where HEAD left a given revision, checked out by `git worktree`; it is removed whatever happens,
+and what a killed guard left is removed by the next. What is compared lives in processes of its own, which
+outlive the single measurement. JSON crosses the pipes, never pickles: the code at the other end may be any
+revision.
 
-What is compared must live in processes of its own, or two versions of a package could not be loaded; and they
-must outlive the single measurement, or start-up would be measured. JSON crosses the pipes, never pickles: the
-code at the other end may be any revision.
+A command that prints a number, in any language, is an arm as well: a sample is one run of it in the folder of
+its revision, with the threads and devices that it takes, and its value what it says of itself: seconds,
+instructions, or a rate. So start-up counts only where the command counts it. PYTHONPATH alone is set, so that
+a Python program finds the modules of its own revision first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -29,9 +33,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from gpipe_bench.experiments.guard.command import Command, CommandArm
-from gpipe_bench.harness.guard import ARMS, Sample
-from gpipe_bench.harness.programs import program, run
+from gpipe_bench.harness.processes import program, run
+from gpipe_bench.harness.rounds import ARMS, LOOKS, Sample
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # an answer that takes longer is a hang
@@ -39,17 +42,183 @@ BUILD_TIMEOUT_S = 900  # for the command of `--build`
 GIT_TIMEOUT_S = 120
 TAIL_BYTES = 2000  # of a process's standard error, in the message about its failure
 
+TIMEOUT_S = 60.0
+NEEDED_RUNS = 2 * len(ARMS) * LOOKS[0]
+"""Runs of the command before the guard first looks at the result."""
+TAIL = 5  # lines of what a command said, in the message about its failure
+UNIT_DIGITS = 0.5  # a factor of 3 to either side of a power of 1000
+SHOWN = 40  # characters of a command in a table
+
+_NUMBER = re.compile(r"(?<![\w.,])[-+]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?")
+"""`12`, `1,234.5`, `15,16` and `3e-4`, also before a unit as in `12ms`; not the digits of `cpu0`."""
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?")
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+"""Colours and the like, whose digits are no numbers."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, and which part of its standard output is the number.
+
+    Args:
+        line: for the shell
+        pattern: a regular expression whose group, or whole match, is the number; any number if "". The
+            last match counts
+        higher_is_better: whether the number is a rate
+        timeout_s: a run that takes longer counts as hung
+
+    Raises ValueError without a line or time, and for an expression that is none or has several groups.
+    """
+
+    line: str
+    pattern: str = ""
+    higher_is_better: bool = False
+    timeout_s: float = TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        if not self.line.strip():
+            raise ValueError('--command is empty; give what prints a number, such as "python bench.py"')
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"--timeout-s is {self.timeout_s:g}; give the seconds that one run may take")
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"--number {self.pattern!r} is no regular expression: {error}") from error
+        if groups > 1:
+            raise ValueError(
+                f"--number {self.pattern!r} has {groups} groups; put one around the number, and (?:...) "
+                "elsewhere"
+            )
+
+    @property
+    def name(self) -> str:
+        """Name of the benchmark: the command line, shortened if it is long."""
+        return self.line if len(self.line) <= SHOWN else f"{self.line[: SHOWN - 3]}..."
+
+    def number(self, said: str) -> float:
+        """The number of an output that counts. Raises ValueError where there is none, or none above 0."""
+        said = _ESCAPES.sub("", said)
+        found = re.findall(self.pattern, said, re.MULTILINE) if self.pattern else _NUMBER.findall(said)
+        if not found:
+            what = f"nothing that --number {self.pattern!r} matches" if self.pattern else "no number"
+            raise ValueError(f"printed {what} on standard output, but {_tail(said) or 'nothing at all'}")
+        try:
+            number = _value(found[-1])
+        except ValueError as error:
+            raise ValueError(f"printed {found[-1]!r}, which is no number; --number REGEX names it") from error
+        if not 0 < number < math.inf:
+            raise ValueError(f"printed {number:g}; ratios are compared, so print numbers above 0")
+        return number
+
+
+class CommandArm:
+    """One revision, measured by a command that is run in its folder."""
+
+    def __init__(self, name: str, tree: Path, command: Command, modules: str) -> None:
+        self._where, self._tree, self.command = f"{name} ({tree})", tree, command
+        self._environment = {**os.environ, "PYTHONPATH": modules}
+        self.taken_s = 0.0
+        """Seconds that the latest run took."""
+
+    def sample(self) -> Sample:
+        """Sample of one run; its `wall_s` is the number that is compared, larger if worse.
+
+        Raises ValueError, with the revision, for a run that fails, hangs, or prints no number.
+        """
+        command, begin_s, before_s = self.command, time.monotonic(), _children_s()
+        what = f"--command {command.line!r} of {self._where}"
+        said = _said(
+            what, command.line, command.timeout_s, "; --timeout-s gives it more",
+            "; what the base has not yet can lie outside of the repository, and --build builds what must be "
+            "built", cwd=self._tree, env=self._environment,
+        )  # fmt: skip
+        self.taken_s = time.monotonic() - begin_s
+        try:
+            number = command.number(said)
+        except ValueError as error:
+            raise ValueError(f"{what} {error}") from error
+        cpu_s = max(_children_s() - before_s, 1e-6)
+        return Sample(1 / number if command.higher_is_better else number, cpu_s)
+
+
+def check_time(arms: Mapping[str, CommandArm], left_s: float) -> None:
+    """Raises ValueError where the time that is left is not enough for a first look at arms that ran once."""
+    run_s = min(arm.taken_s for arm in arms.values())
+    if run_s * NEEDED_RUNS > left_s:
+        raise ValueError(
+            f"a run of the command takes {run_s:.2g} s, and the first look needs {NEEDED_RUNS} of them in "
+            f"{left_s:.0f} s; give --budget-s {math.ceil(4 * run_s * NEEDED_RUNS)}, or a shorter command"
+        )
+
+
+def check_numbers(numbers: Mapping[str, Sequence[float]], command: Command) -> None:
+    """Raises ValueError where no arm's number, larger if worse, ever changes and nobody has named it, and
+    where one is about a power of 1000 times the base's: its unit has changed, as timeit's does.
+    """
+    base = statistics.median(numbers["base"])
+    if not command.pattern and all(len(numbers[arm]) > 1 and len({*numbers[arm]}) == 1 for arm in numbers):
+        told = 1 / base if command.higher_is_better else base
+        raise ValueError(
+            f"--command {command.line!r} printed {told:g} last in every run of the base, and no revision's "
+            "number ever changed, as no time does; --number REGEX names the number, also an exact one"
+        )
+    for arm, levels in numbers.items():
+        for level in levels:
+            digits = math.log10(level / base)
+            power = round(digits / 3)
+            if power and abs(digits - 3 * power) < UNIT_DIGITS:
+                raise ValueError(
+                    f"the command's number is {level:g} of the {arm} and {base:g} of the base, about a power "
+                    "of 1000 apart: its unit changes; print one unit, as `python -m timeit -u msec` does"
+                )
+
+
+def _value(text: str) -> float:
+    """`1,234.5` and `15,16` as they are meant. Raises ValueError where that is unclear."""
+    text = text.rstrip(".,") if not text.endswith("e") else text
+    if _THOUSANDS.fullmatch(text):
+        return float(text.replace(",", ""))
+    return float(text.replace(",", ".") if "." not in text else text)
+
+
+def _children_s() -> float:
+    """Processor time of all that ran in this process's children and has ended."""
+    import resource  # not on Windows
+
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _said(
+    what: str, command: str | Sequence[str], timeout_s: float, if_late: str = "", if_failed: str = "",
+    **options: Any,
+) -> str:  # fmt: skip
+    """Standard output of a program. Raises ValueError, which begins with `what`, where it fails or hangs."""
+    try:
+        done = run(command, timeout_s, **options)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{what} has not ended for {timeout_s:g} s{if_late}") from None
+    if done.returncode:
+        told = _tail(done.stderr or done.stdout)
+        raise ValueError(f"{what} failed with status {done.returncode}: {told}{if_failed}")
+    return done.stdout
+
+
+def _tail(text: str) -> str:
+    return " / ".join(text.strip().splitlines()[-TAIL:])
+
 
 @dataclass(frozen=True)
 class Subject:
     """The folder that is measured, by the benchmarks of a file or by a command.
 
     Args:
-        root: in a git work tree; what is measured, as it lies there.
-        benchmarks: their names.
-        folders: where modules are imported from, below `root`.
-        file: a Python file with a dictionary BENCHMARKS of functions, unless a `command` is timed.
-        build: a command that makes a checkout usable.
+        root: in a git work tree; what is measured, as it lies there
+        benchmarks: their names
+        folders: where modules are imported from, below `root`
+        file: a Python file with a dictionary BENCHMARKS of functions, unless a `command` is timed
+        command: what is timed instead
+        build: a command that makes a checkout usable
     """
 
     root: Path
@@ -61,17 +230,8 @@ class Subject:
 
     def prepare(self, tree: Path, where: str) -> None:
         """Runs the build command in a checkout. Raises ValueError with the end of what it said."""
-        if not self.build:
-            return
-        try:
-            done = run(self.build, BUILD_TIMEOUT_S, cwd=tree)
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(f"--build {self.build!r} has not ended for {BUILD_TIMEOUT_S} s") from error
-        if done.returncode:
-            said = " / ".join((done.stderr or done.stdout).strip().splitlines()[-5:])
-            raise ValueError(
-                f"--build {self.build!r} failed with status {done.returncode} in {where}: {said}"
-            )
+        if self.build:
+            _said(f"--build {self.build!r} in {where}", self.build, BUILD_TIMEOUT_S, cwd=tree)
 
     def modules(self, tree: Path) -> str:
         """PYTHONPATH of a process that measures a checkout: what is installed comes behind it."""
@@ -280,16 +440,10 @@ def _remove_left(root: Path) -> None:
 def merge_base(root: Path, ref: str) -> str:
     """The commit where HEAD left `ref`.
 
-    Raises ValueError, with the remedy, without git or a repository, for an unknown revision, and where the
-    history that was fetched does not reach the common commit.
+    Raises ValueError, with the remedy, for an unknown revision, and where the history that was fetched does
+    not reach the common commit.
     """
-    try:
-        is_shallow = _git(root, "rev-parse", "--is-shallow-repository") == "true"
-    except ValueError as error:
-        raise ValueError(
-            f"{root} is no git repository that can be read ({error}); "
-            "two revisions are compared, so run this in a clone"
-        ) from error
+    is_shallow = _git(root, "rev-parse", "--is-shallow-repository") == "true"
     try:
         commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
     except ValueError as error:
@@ -316,12 +470,8 @@ def _git(root: Path, *arguments: str) -> str:
     """Output of a git command, stripped. Raises ValueError with what git said."""
     # Inside a hook git points these at the hook's own repository and index.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", os.fspath(root), *arguments]
     try:
-        done = run(["git", "-C", os.fspath(root), *arguments], GIT_TIMEOUT_S, env=environment)
+        return _said(f"git {arguments[0]}", command, GIT_TIMEOUT_S, env=environment).strip()
     except OSError as error:
         raise ValueError(f"git can't be started: {error}") from error
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"git {arguments[0]} has not ended for {GIT_TIMEOUT_S} s") from error
-    if done.returncode:
-        raise ValueError(done.stderr.strip() or f"git {arguments[0]} failed with status {done.returncode}")
-    return done.stdout.strip()

@@ -1,10 +1,8 @@
 """The exact numbers of the guard's first tier: what schedules cost and what one engine step really does.
 
-Some come from the schedule (length in slots, bubble, graphs alive), others are counted while the engine takes
-a step of a small model: actions, messages and bytes between stages, floating-point operations with every
-recomputation. None needs a clock, so they are equal on every machine, and any change is somebody's. Such a
-number needs no tolerance either, and may not get better unnoticed: an unexplained win is as often something
-that was forgotten as something that was gained.
+Some come from the schedule, others are counted while the engine takes a step of a small model. None needs a
+clock, so they are equal on every machine, and any change is somebody's. Such a number may not get better
+unnoticed: an unexplained win is as often something that was forgotten as something that was gained.
 """
 
 from __future__ import annotations
@@ -183,10 +181,8 @@ def load(path: Path) -> dict[str, Any]:
     """The file's content. Raises ValueError, naming file and remedy, where there is none that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} does not exist; write it with --update") from error
+        if isinstance(content, dict):
+            return content
+        raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read: {error}; write it anew with --update") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object; write it anew with --update")
-    return content

@@ -1,8 +1,6 @@
-"""One guard run: every benchmark is measured, and once more in fresh processes where its result asks for it.
-
-Fresh, because two processes of the same code may differ for as long as they live, by where their memory
-happened to lie; a regression that is one finds itself confirmed by other processes. What came of it is told
-as a table with a line for each run, and in a sentence for each benchmark.
+"""One guard run: every benchmark is measured, and once more in fresh processes where its result asks for it:
+two processes of the same code may differ for as long as they live, by where their memory happened to lie.
+What came of it is told as a table with a line for each run, and in a sentence for each benchmark.
 """
 
 from __future__ import annotations
@@ -14,13 +12,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of
-from gpipe_bench.experiments.guard.command import Command, CommandArm, check_numbers, check_time
-from gpipe_bench.harness.guard import (
+from gpipe_bench.experiments.guard.arms import (
+    Arm,
+    Built,
+    Command,
+    CommandArm,
+    Subject,
+    WorkerError,
+    arms_of,
+    check_numbers,
+    check_time,
+)
+from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.rounds import (
     ARMS,
     CPU_MARGIN,
     LOOKS,
     MARGIN,
+    SAMPLE_S,
     THRESHOLD,
     Change,
     Judgement,
@@ -29,19 +38,14 @@ from gpipe_bench.harness.guard import (
     confirmed,
     differs_from_itself,
     needs_another_run,
+    repeats_for,
     run_rounds,
     twice,
     verdict_of,
 )
-from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.rounds import SAMPLE_S, repeats_for
 
-BUDGET_S = 150.0
-"""Seconds for all that is timed, so that a whole run stays within three minutes on a busy machine too."""
-
-FIRST_SHARE = 0.6
-"""Share of the time for the first runs of all benchmarks: a regression that isn't confirmed fails nothing."""
-
+BUDGET_S = 150.0  # for all that is timed, so that a whole run stays within three minutes
+FIRST_SHARE = 0.6  # of the time for the first runs of all benchmarks: unconfirmed, a regression fails nothing
 AGAIN_S = 20.0  # a second run is not begun with less than this, which starting processes takes half of
 CALIBRATION_SAMPLES = 4
 
@@ -155,35 +159,34 @@ def guard(
     is_counted: bool = False,
     budget_s: float = BUDGET_S,
     tell: Callable[[str], None] = lambda line: None,
-    clock_s: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
     """Compares the subject's folder with the tree `base` by its benchmarks; a command's control is run in a
-    tree of its own. `is_counted`: exact counters are equal.
-
-    What can't be run has failed, or is new if only the base lacks it, which its finding says; the others are
-    measured all the same.
+    tree of its own. `is_counted`: exact counters are equal. What can't be run has failed, or is new if only
+    the base lacks it; the others are measured all the same.
     """
-    begun_s = clock_s()
+    begun_s = time.monotonic()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
     findings = [Finding(name, command=subject.command, is_counted=is_counted) for name in subject.benchmarks]
     while pending := [
         each for each in findings if not (each.lacking or each.failed) and needs_another_run(each.verdicts)
     ]:
-        if pending[0].runs and clock_s() + AGAIN_S > deadline_s:
+        if pending[0].runs and time.monotonic() + AGAIN_S > deadline_s:
             for finding in pending:
                 finding.notes.append("no time left to measure again")
             break
         with arms_of(subject, base, control) as arms:
             for index, finding in enumerate(pending):
-                now_s = clock_s()  # of what is left each gets its share, so that a busy machine starves none
+                now_s = (
+                    time.monotonic()
+                )  # of what is left each gets its share, so that a busy machine starves none
                 until_s = deadline_s if finding.runs else first_deadline_s
-                share_s = (until_s - now_s) / (len(pending) - index)
+                end_s = now_s + (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
                 try:
                     if subject.command:
-                        judgement = measure_command(arms, finding, run_seed, deadline_s=now_s + share_s)
+                        judgement = measure_command(arms, finding, run_seed, deadline_s=end_s)
                     else:
-                        judgement = measure(arms, finding, run_seed, subject, deadline_s=now_s + share_s)
+                        judgement = measure(arms, finding, run_seed, subject, deadline_s=end_s)
                 except WorkerError as error:
                     finding.lacking = str(error).splitlines()[0] if error.lacks else ""
                     finding.failed = "" if error.lacks else str(error)
@@ -204,9 +207,8 @@ def measure(
     sample_s: float = SAMPLE_S,
     deadline_s: float = math.inf,
 ) -> Judgement:
-    """One run of one benchmark.
+    """One run of one benchmark, of whose samples each is as many steps as the base needs to fill `sample_s`.
 
-    A sample is as many steps, equal for all arms, as the base needs to fill `sample_s` when undisturbed.
     Raises WorkerError where a revision can't run it, which `lacks` it if that is the base; ValueError where
     something compiled is timed that nobody has built for both.
     """

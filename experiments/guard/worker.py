@@ -109,20 +109,17 @@ class Arm:
 
 
 def check_origins(tree: Path, head: Path, file: Path) -> None:
-    """RuntimeError for a module of the repository that does not come from this arm's tree: it would be the
-    same in all arms, and the guard would time one code three times.
+    """RuntimeError for a module of the repository that does not come from this arm's tree, or the guard would
+    time one code three times.
 
     A module is the repository's if it lies in the working tree, or has the name of a package or module that
     this tree holds on top, or in one of its folders: an installed copy, or another clone's.
     """
     standard = Path(sysconfig.get_path("stdlib")).resolve()
     for name, module in list(sys.modules.items()):
-        found = getattr(module, "__file__", None)
-        if not found or not Path(found).is_file():  # torch.ops says "_ops.py"
+        path, top = Path(getattr(module, "__file__", None) or ".").resolve(), name.partition(".")[0]
+        if not path.is_file() or path in (file, Path(__file__).resolve()):  # torch.ops says "_ops.py"
             continue
-        if Path(found).resolve() in (file, Path(__file__).resolve()):
-            continue
-        path, top = Path(found).resolve(), name.partition(".")[0]
         is_installed = bool({"site-packages", "dist-packages"} & {*path.parts})
         if path.is_relative_to(tree) and not is_installed:
             continue

@@ -23,7 +23,7 @@ from gpipe_bench.experiments.paper.profiles import Reading, amoebanet, meta_mode
 from gpipe_bench.experiments.paper.workloads import materialized
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.workers import memory_error
+from gpipe_bench.harness.runner import memory_error
 from gpipe_bench.models import example_batch, loss_fn
 from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS, column
 from gpipe_bench.pipeline import devices

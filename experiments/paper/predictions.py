@@ -22,12 +22,11 @@ import msgspec
 
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.paper import convert, load_paper, show
 from gpipe_bench.harness.record import Metric, Record, Scalar
 from gpipe_bench.harness.report.grid import fill, numbers_text
 from gpipe_bench.harness.report.reproduced import Place, errors
 from gpipe_bench.harness.reproduction import load_reproduction
-from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.verdict import Result
 from gpipe_bench.pipeline.plan.partition import Partition
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.harness.unknowns import Value
+from gpipe_bench.harness.reproduction import Value
 from gpipe_bench.models import MODELS, count_parameters, example_batch, loss_fn
 from gpipe_bench.models.paper import HALVES, Column
 from gpipe_bench.models.unet import Join, Stash

@@ -27,13 +27,11 @@ from gpipe_bench.experiments.paper.profiles import (
     profiled_model,
 )
 from gpipe_bench.harness.experiment import Case, Outcome
-from gpipe_bench.harness.paper import SENTENCES, load_paper
+from gpipe_bench.harness.paper import SENTENCES, convert, load_paper
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.report.grid import fill, numbers_text
 from gpipe_bench.harness.report.reproduced import BASELINE, CLAIMS, COUNTED, EXTRA, Place, error_of
-from gpipe_bench.harness.reproduction import Value, load_reproduction
-from gpipe_bench.harness.units import convert
-from gpipe_bench.harness.unknowns import load_unknowns, points
+from gpipe_bench.harness.reproduction import Value, load_reproduction, load_unknowns, points
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.plan.links import Link

@@ -28,7 +28,7 @@ from gpipe_bench.harness.environment import usable_cores
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.rounds import Usage, turns
-from gpipe_bench.harness.workers import memory_error
+from gpipe_bench.harness.runner import memory_error
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import Clock, conditions
 from gpipe_bench.pipeline.plan.links import Link

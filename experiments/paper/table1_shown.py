@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from gpipe_bench.experiments.drawing import paper_style, without_frame
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.paper import convert, show
 from gpipe_bench.harness.record import Metric, Record, find, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import computed_markdown
-from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.verdict import Comparison, Result
 from gpipe_bench.models.paper import COLUMNS, GIB, HALVES
 

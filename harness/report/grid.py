@@ -1,7 +1,6 @@
 """A table of words: one object for every table that is printed, and the only place that lays columns out.
 
-Plain ASCII rules, no colours and no terminal control, so the same text serves a terminal, a log, a pipe and a
-page, where it stands between two markers: what is between them is made anew, the rest stays.
+Plain ASCII rules and no terminal control: the same text serves a terminal, a log, a pipe and a page.
 """
 
 from __future__ import annotations
@@ -136,12 +135,3 @@ def _wrapped(cell: str, width: int) -> list[str]:
 def _escaped(text: str) -> str:
     """Text for a cell of a markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def between(text: str, begin: str, end: str, new: str, page: str) -> str:
-    """The text with `new` between the markers. Raises ValueError naming the page where one is lost."""
-    before, found_begin, rest = text.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found_begin or not found_end:
-        raise ValueError(f"{page} has lost its markers: it needs {begin.strip()!r} and {end!r}")
-    return f"{before}{begin}{new}{end}{after}"

@@ -1,12 +1,10 @@
 """The report: one HTML page that needs nothing beside itself, and all its numbers as CSV.
 
-A pure function of answers and published numbers: every number of the paper beside ours, and why. The first
-screen has the question, an answer in plain words, and the paper's claims with ours beside them. Its words are
-data (`results/answer.toml`) with places for numbers, and every number comes from a comparison or from a fact
-of the records: a number that the records lack is a dash. README, the page and the terminal show one object.
-
-No time of day goes in, so that the same records always give the same bytes and a report can be kept under
-version control.
+A pure function of answers and published numbers, without a time of day: the same records always give the same
+bytes. The first screen has the question, an answer in plain words, and the paper's claims with ours beside
+them. Its words are data (`results/answer.toml`) with places for numbers, and every number comes from a
+comparison or from a fact of the records: one that the records lack is a dash. README, the page and the
+terminal show one object.
 """
 
 from __future__ import annotations
@@ -16,18 +14,16 @@ import csv
 import gzip
 import io
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import msgspec
 
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.compare import absent, judge, peers_of
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.paper import PaperNumber, PaperTable
+from gpipe_bench.harness.paper import PaperNumber, PaperTable, show
 from gpipe_bench.harness.report import table as tables_of_words
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.report.table import (
@@ -39,10 +35,8 @@ from gpipe_bench.harness.report.table import (
     numbered,
     parts_of,
     range_text,
-    reason_text,
 )
-from gpipe_bench.harness.units import show
-from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Question
+from gpipe_bench.harness.verdict import QUESTIONS, Comparison
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -54,33 +48,9 @@ DIGITS = 3
 _PLACE = re.compile(r"\{([\w. ]+)\}")
 
 
-class _Number(msgspec.Struct, forbid_unknown_fields=True):
-    place: tuple[str, str, str]
-    question: Question = "here"
-
-    @property
-    def key(self) -> tuple[str, str, str, str, str]:
-        return (*self.place, "paper", self.question)
-
-
-class _Claim(msgspec.Struct, forbid_unknown_fields=True):
-    says: str
-    paper: str
-    answers: tuple[str, ...]
-    ours: str
-    how: str
-
-
-class _Words(msgspec.Struct, forbid_unknown_fields=True):
-    question: str
-    numbers: dict[str, _Number]
-    answer: tuple[str, ...]
-    claim: tuple[_Claim, ...]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstScreen:
-    """Question, paragraphs and claims shown first. `claims` are rows of (claim, paper, ours, how, answer)."""
+    """What is shown first. `claims` are rows of the columns `CLAIMS`."""
 
     question: str
     paragraphs: tuple[str, ...]
@@ -89,7 +59,7 @@ class FirstScreen:
     CLAIMS = ("claim", "paper", "ours", "how", "answer")
 
     def markdown(self) -> str:
-        """Text in markdown, for README."""
+        """Text for README."""
         claims = Grid(columns=self.CLAIMS, lines=self.claims).markdown()
         return "\n\n".join([*self.paragraphs, claims])
 
@@ -104,15 +74,13 @@ class FirstScreen:
 
 
 def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Path = PATH) -> FirstScreen:
-    """The words with the numbers of the comparisons and facts. Raises ValueError where the file can't be
-    read.
-    """
-    try:
-        words = msgspec.toml.decode(path.read_bytes(), type=_Words)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    """The words of the file with the numbers of the comparisons and facts."""
+    words = tomllib.loads(path.read_text(encoding="utf-8"))
     at = {cell.key: cell for cell in reversed(cells)}
-    found = {name: at[each.key] for name, each in words.numbers.items() if each.key in at}
+    found = {}
+    for name, each in words["numbers"].items():
+        if (key := (*each["place"], "paper", each.get("question", "here"))) in at:
+            found[name] = at[key]
     given = dict(facts)
     for name, cell in found.items():
         given[name] = "-" if cell.ours is None else show(cell.ours, cell.unit, DIGITS)
@@ -123,14 +91,12 @@ def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Pa
         return _PLACE.sub(lambda match: given.get(match[1], "-"), text)
 
     claims = []
-    for claim in words.claim:
-        said = [answer(found[name]) if name in found else "not run" for name in claim.answers]
+    for claim in words["claim"]:
+        said = [answer(found[name]) if name in found else "not run" for name in claim["answers"]]
         word = ", ".join(dict.fromkeys(said) if len(set(said)) == 1 else said)
-        texts = (claim.says, claim.paper, claim.ours, claim.how)
-        claims.append((*map(filled, texts), word))
-    return FirstScreen(
-        question=words.question, paragraphs=tuple(map(filled, words.answer)), claims=tuple(claims)
-    )
+        claims.append((*(filled(claim[name]) for name in ("says", "paper", "ours", "how")), word))
+    paragraphs = tuple(map(filled, words["answer"]))
+    return FirstScreen(question=words["question"], paragraphs=paragraphs, claims=tuple(claims))
 
 
 # The page
@@ -180,11 +146,11 @@ class Page:
     tables: tuple[TableView, ...]
     first: FirstScreen
     summaries: Grid
-    figure: Any = None
-    experiments: tuple[ExperimentView, ...] = ()
-    machines: tuple[Machine, ...] = ()
-    warnings: tuple[str, ...] = ()
-    command: str = ""
+    figure: Any
+    experiments: tuple[ExperimentView, ...]
+    machines: tuple[Machine, ...]
+    warnings: tuple[str, ...]
+    command: str
 
     @property
     def cells(self) -> tuple[Comparison, ...]:
@@ -197,24 +163,11 @@ class Page:
         return sum(cell.profile == "smoke" for cell in self.cells)
 
 
-SUMMARY = ("computed at the paper's size", "agree", "differ", "no test", "median off", "rank", "directions")
-"""The columns of what sums up a table: how many cells agree, differ and are no test, the median of
-|ours / paper - 1|, the rank correlation, and how many neighbours over K and M move as the paper's do."""
-
-
-def page_of(
-    answers: Sequence[Comparison],
-    paper: Sequence[PaperNumber],
-    infos: Mapping[str, PaperTable],
-    facts: Mapping[str, str] = MappingProxyType({}),
-    headline: Sequence[Comparison] | None = None,
-    summaries: Sequence[tuple[str, ...]] = (),
-) -> Page:
-    """The page of our answers: every table with a number of the paper or one of ours, in the order of
-    `infos`, then of the paper's file.
-
-    The first screen is of `headline`, by default of all answers, and of `facts`; `summaries` are of the
-    tables that were computed at the paper's size.
+def table_views(
+    answers: Sequence[Comparison], paper: Sequence[PaperNumber], infos: Mapping[str, PaperTable]
+) -> tuple[TableView, ...]:
+    """Every table with a number of the paper or one of ours, in the order of `infos`, then of the paper's
+    file.
     """
     names = dict.fromkeys([cell.table for cell in paper] + [cell.table for cell in answers])
     views = [
@@ -226,13 +179,7 @@ def page_of(
         )
         for name in dict.fromkeys([*(name for name in infos if name in names), *names])
     ]
-    tables = tuple(view for view in views if view.rows)
-    not_run = [row for table in tables for row in table.rows if row.verdict == "not run"]
-    return Page(
-        tables=tables,
-        first=first_screen([*(answers if headline is None else headline), *not_run], facts),
-        summaries=Grid(columns=SUMMARY, lines=summaries, right=frozenset(range(1, len(SUMMARY)))),
-    )
+    return tuple(view for view in views if view.rows)
 
 
 def _table(
@@ -261,13 +208,13 @@ def _table(
         info=info,
         location="; ".join(dict.fromkeys(cell.location for cell in located if cell.location)),
         hardware="; ".join(dict.fromkeys(cell.hardware for cell in papers if cell.hardware)),
-        parts=parts_of(name, rows, notes, marks),
+        parts=parts_of(rows, notes, marks),
         notes=notes,
         commands=tuple(dict.fromkeys((c.command, c.machine, c.profile) for c in rows if c.machine)),
     )
 
 
-# All of it for other programs -------------------------------------------------------------------------------
+# All of it for other programs
 
 COLUMNS = (
     "table", "row", "column", "source", "question", "kind", "printed", "paper", "unit", "ours", "low", "high",
@@ -277,28 +224,22 @@ COLUMNS = (
 
 
 def cells_csv(tables: Sequence[TableView]) -> str:
-    """All cells in the order of the page. Numbers stand as Python writes them, so reading them back gives the
-    same; an empty field is a number that there is not.
-    """
+    """All cells in the order of the page; an empty field is a number that there is not."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for cell in (row for table in tables for row in table.rows):
-        said = {"answer": answer(cell), "reason": reason_text(cell)}
-        writer.writerow([said[name] if name in said else getattr(cell, name) for name in COLUMNS])
+        writer.writerow([answer(cell) if name == "answer" else getattr(cell, name) for name in COLUMNS])
     return text.getvalue()
 
 
-# HTML -------------------------------------------------------------------------------------------------------
+# HTML
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 MARKS: dict[Answer, str] = {
     "agrees": "✓", "follows": "=", "differs": "≠", "no test": "?", "not judged": "·", "not run": "○",
 }  # fmt: skip
 """A shape beside each answer, because colour alone reaches not everybody and no printer."""
-
-_BETWEEN_CELLS = re.compile(r"(</(?:td|tr|th|thead|tbody|table)>|<(?:tr|tbody|thead)[^>]*>)\s*\n\s*(?=<)")
-"""Line ends that a reader cannot see, in a page with thousands of cells that is sent by mail."""
 
 
 def html(page: Page) -> str:
@@ -311,19 +252,18 @@ def html(page: Page) -> str:
     )  # fmt: skip
     words = tables_of_words
     environment.filters.update(
-        paper=words.paper_text, ours=words.ours_text, spread=words.spread_text, ratio=words.ratio_text,
-        answer=answer, why=reason_text, key=lambda cell: "|".join(cell.key),
+        ours=lambda cell: show(cell.ours, cell.unit), spread=words.spread_text, ratio=words.ratio_text,
+        answer=answer, key=lambda cell: "|".join(cell.key),
         capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
         marked=_marked, breakable=_breakable,
     )  # fmt: skip
     style, bibtex = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "cite.bib"))
     packed = gzip.compress(cells_csv(page.tables).encode(), mtime=0)  # without a time of day
-    text = environment.get_template("report.html.j2").render(
+    return environment.get_template("report.html.j2").render(
         page=page, answers=ANSWERS,
         marks=MARKS, meanings=MEANINGS, asked=words.ASKED, style=style, bibtex=bibtex,
         cells_url=data_url(packed, "application/gzip"),
     )  # fmt: skip
-    return _BETWEEN_CELLS.sub(r"\1", text)
 
 
 def data_url(content: bytes, kind: str) -> str:

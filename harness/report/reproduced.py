@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import correlation, median
+from typing import NamedTuple
 
 import msgspec
 
 from gpipe_bench.harness import REFERENCE
-from gpipe_bench.harness.compare import peers_of
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper, of_the_paper
-from gpipe_bench.harness.record import REPRODUCTION, Metric, Record, of_case
+from gpipe_bench.harness.paper import SENTENCES, convert, load_paper, of_the_paper, percent, show
+from gpipe_bench.harness.record import REPRODUCTION, Record, of_case
 from gpipe_bench.harness.report.grid import fill, numbers_text
-from gpipe_bench.harness.reproduction import (
-    Cell,
-    Kind,
-    PredictorError,
-    Published,
-    of_quotient,
-    predictor_errors,
-    summed,
-)
-from gpipe_bench.harness.units import convert, show
+from gpipe_bench.harness.report.table import Answer, answer, is_beside
+from gpipe_bench.harness.reproduction import Kind, PredictorError, Published, of_quotient, predictor_errors
 from gpipe_bench.harness.verdict import Comparison, Part, Result, Spread
 
 Place = tuple[str, str, str]
@@ -42,13 +39,14 @@ EXTRA = "extra time by recomputation"
 STRIDE = "control-stride"
 COUNTED = "parameters over the original's"
 """The row of a quotient of two exact counts."""
+TESTED: tuple[Answer, ...] = ("agrees", "differs", "no test")  # what a computed number may come to
 
 
 @functools.cache
 def errors() -> dict[Kind, PredictorError]:
     """The predictor's error, from what the reference records make of others' published numbers."""
     published = {cell.key: cell for cell in load_paper() if cell.source == "torchgpipe" and not cell.exact}
-    found: dict[tuple[str, str, str], Published] = {}
+    found: dict[Place, Published] = {}
     for path in sorted(REFERENCE.glob("*/predictions.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             record = msgspec.json.decode(line)
@@ -64,16 +62,9 @@ def errors() -> dict[Kind, PredictorError]:
     return predictor_errors(found.values())
 
 
-def percent(error: float) -> str:
-    """`55 %`, `7.6 %`: so many digits that a reader can check an answer."""
-    return f"{100 * error:.{0 if error >= 0.1 else 1}f} %"
-
-
 def error_of(table: str, row: str, value: float | None = None) -> float:
-    """The error of a computed number, as a factor minus 1.
-
-    The error of a share of the step, whose `value` is in per cent, is that of the ratio of its part to the
-    rest, times the share that is left: s = r / (1 + r), so ds / s = (1 - s) dr / r.
+    """The error of a computed number, as a factor minus 1. That of a share of the step, whose `value` is in
+    per cent, is that of the ratio of its part to the rest, times the share that is left.
     """
     if row == COUNTED:
         return 0.0
@@ -90,102 +81,170 @@ def _kind(table: str, row: str) -> Kind:
 
 def answers(records: Sequence[Record]) -> list[Result]:
     """Our number for every one of the paper that the records compute, with the predictor's error."""
-    return [
-        Result(
-            table=place[0], row=place[1], column=place[2], question="as published", metric=metric,
-            spread=_spread(metric, error_of(*place[:2], metric.value)), record=record,
-            not_comparable="" if metric.value is not None else BASELINE,
-        )
-        for place, metric, record in _computed(records)
-    ]  # fmt: skip
-
-
-def _computed(records: Sequence[Record]) -> Iterable[tuple[tuple[str, str, str], Metric, Record]]:
+    found = []
     for record in of_case(records, "done", part=REPRODUCTION):
         for metric in record.metrics:
-            key = metric.key
-            yield (str(key["table"]), str(key["row"]), str(key["column"])), metric, record
+            table, row, column = (str(metric.key[name]) for name in ("table", "row", "column"))
+            value, error = metric.value, error_of(table, row, metric.value)
+            found.append(
+                Result(
+                    table=table, row=row, column=column, question="as published", metric=metric,
+                    spread=None if value in (None, 1) else _spread(row, float(value or 0), error),
+                    error=error, record=record, not_comparable=BASELINE if value is None else "",
+                )
+            )  # fmt: skip
+    return found
 
 
-def _spread(metric: Metric, error: float) -> Spread | None:
-    if metric.value is None or metric.value == 1:  # 1 by definition
-        return None
-    value = float(metric.value)
-    if metric.key["row"] == EXTRA:  # a quotient of two times as an increase
+def _spread(row: str, value: float, error: float) -> Spread:
+    if row == EXTRA:  # a quotient of two times as an increase
         ends = sorted(100 * ((1 + value / 100) * factor - 1) for factor in (1 / (1 + error), 1 + error))
     else:
         ends = sorted((value / (1 + error), value * (1 + error)))
     part = Part(what="error of the predictor", low=ends[0], high=ends[1])
-    return Spread(low=ends[0], high=ends[1], parts=(part,))
+    return Spread(low=part.low, high=part.high, parts=(part,))
 
 
-def cells(records: Sequence[Record]) -> dict[tuple[str, str], tuple[list[Cell], list[Cell]]]:
-    """By (table of the paper, unit): cells with the paper's number beside ours, and cells of the value 1."""
-    return _by_table(answers(records))
+Cells = tuple[list[Comparison], list[Comparison]]
+"""Numbers of a table in one unit, and those of them that are 1 by definition."""
 
 
-def _by_table(entries: Iterable[Result]) -> dict[tuple[str, str], tuple[list[Cell], list[Cell]]]:
+def cells(records: Sequence[Record]) -> dict[tuple[str, str], Cells]:
+    """What the records compute beside the paper's numbers, by (table of the paper, unit)."""
+    return _by_table(compare(answers(records), whole=()))
+
+
+def _by_table(comparisons: Iterable[Comparison]) -> dict[tuple[str, str], Cells]:
     printed = of_the_paper()
-    found: dict[tuple[str, str], tuple[list[Cell], list[Cell]]] = {}
-    for entry in sorted(entries, key=lambda each: each.table):
-        cell, metric = printed.get(entry.place), entry.metric
-        if cell is None or metric is None or cell.same_as is not None or entry.table == SENTENCES:
-            continue
-        kept = found.setdefault((cell.table, cell.unit), ([], []))
-        kept[cell.kind == "identity"].append(_cell(cell, metric, entry.question == "as published"))
+    found: dict[tuple[str, str], Cells] = {}
+    for cell in sorted(comparisons, key=lambda each: each.table):
+        number, metric = printed.get(cell.place), cell.entry and cell.entry.metric
+        if metric and number is not None and number.same_as is None and cell.table != SENTENCES:
+            kept = found.setdefault((cell.table, cell.unit), ([], []))
+            kept[cell.kind == "identity"].append(cell)
     return found
 
 
-def _cell(cell: PaperNumber, metric: Metric, is_computed: bool) -> Cell:
-    value = None if metric.value is None else convert(metric.value, metric.unit, cell.unit)
-    error = error_of(cell.table, cell.row, value) if is_computed else 0.0
-    why = BASELINE if value is None else ""
-    return Cell(cell.row, cell.column, cell.target, cell.target_rounding, value, error, why)
-
-
-def by_the_bubble(cells: Sequence[Cell], fixed: Sequence[Cell]) -> list[Cell]:
+def by_the_bubble(cells: Sequence[Comparison], fixed: Sequence[Comparison]) -> list[Comparison]:
     """The cells with what the bubble's formula alone says, as a baseline: the speed of even stages,
     K M / (M + K - 1), over that of the cell that is 1. None where the cells are not over K and M.
     """
 
-    def speed(cell: Cell) -> float:
+    def speed(cell: Comparison) -> float:
         m, k = (int(label.partition("=")[2]) for label in (cell.row, cell.column))
         return k * m / (m + k - 1)
 
     if not fixed or not all(cell.row[:2] + cell.column[:2] == "M=K=" for cell in (*cells, *fixed)):
         return []
-    return [cell._replace(ours=speed(cell) / speed(fixed[0])) for cell in cells]
+    found = []
+    for cell in cells:
+        if (entry := cell.entry) is not None and entry.metric is not None:
+            value = speed(cell) / speed(fixed[0])
+            metric, spread = replace(entry.metric, value=value), _spread(cell.row, value, entry.error)
+            found.append(replace(entry, metric=metric, spread=spread, not_comparable=""))
+    return compare(found, whole=())
 
 
-def covers(cell: Comparison) -> bool:
-    """Whether `text` has shown the number: it is computed, or stands beside one and is not judged. Computed
-    sentences are not in it; what repeats another number need not be shown.
+class Summed(NamedTuple):
+    """The four numbers of a table.
+
+    Args:
+        counts: of each answer
+        off: the median of |ours / paper - 1|; None without a number
+        rank: Spearman's correlation; None below three cells, or where all of one side are equal
+        directions: how many pairs of neighbours move as the paper's do
+        pairs: of how many
     """
-    if cell.is_computed:
-        return cell.table != SENTENCES or not cell.counted
-    return cell.entry is not None and _beside(cell.entry)
+
+    counts: Counter[Answer]
+    off: float | None
+    rank: float | None
+    directions: int
+    pairs: int
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{self.counts[word]} {word}" for word in TESTED)
+        return "; ".join(filter(None, [counts, self.numbers]))
+
+    @property
+    def numbers(self) -> str:
+        """The summary's numbers that need no answer, in words."""
+        parts = []
+        if self.off is not None:
+            parts.append(f"median |ours / paper - 1| {100 * self.off:.0f} %")
+        if self.rank is not None:
+            parts.append(f"rank correlation {self.rank:.2f}")
+        if self.pairs:
+            parts.append(f"{self.directions} of {self.pairs} directions are the paper's")
+        return "; ".join(parts)
 
 
-def _beside(entry: Result) -> bool:
-    """Whether it ran here at another size than the paper's, so that it is shown and not judged."""
-    is_cell = entry.table != SENTENCES and entry.source == "paper" and entry.question == "here"
-    return is_cell and bool(entry.context)
+def summed(cells: Sequence[Comparison], fixed: Sequence[Comparison] = ()) -> Summed:
+    """The four numbers of some cells, and of others that are 1 by definition, which have directions alone.
+
+    Neighbours are cells of one row in the order of columns, or of one column in the order of rows.
+    """
+    known = [pair for cell in cells if (pair := _numbers(cell))]
+    moves = [
+        (b[0] - a[0], b[1] - a[1])
+        for one, other in _neighbours([*cells, *fixed])
+        if (a := _numbers(one)) and (b := _numbers(other)) and a[0] != b[0]
+    ]
+    return Summed(
+        Counter(map(answer, cells)),
+        median(abs(ours / paper - 1) for paper, ours in known) if known else None,
+        _rank_correlation(known),
+        sum(paper * ours > 0 for paper, ours in moves),
+        len(moves),
+    )
 
 
-def text(entries: Sequence[Result], *, notes: bool = False) -> str:
+def _numbers(cell: Comparison) -> tuple[float, float] | None:
+    """The paper's and ours."""
+    return None if cell.target is None or cell.ours is None else (cell.target, cell.ours)
+
+
+def _neighbours(cells: Sequence[Comparison]) -> Iterable[tuple[Comparison, Comparison]]:
+    for of_line, along in (("row", "column"), ("column", "row")):
+        lines: dict[str, list[tuple[float, Comparison]]] = {}
+        for cell in cells:
+            if (number := _number(getattr(cell, along))) is not None:
+                lines.setdefault(getattr(cell, of_line), []).append((number, cell))
+        for line in lines.values():
+            yield from pairwise(cell for _, cell in sorted(line, key=lambda each: each[0]))
+
+
+def _number(label: str) -> float | None:
+    """`8` of "K=8" and "pipeline-8"; a naive column comes first. None where a label has no number."""
+    digits = "".join(letter for letter in label.partition(" ")[0] if letter.isdigit())
+    return float(digits) - 0.5 * label.startswith("naive") if digits else None
+
+
+def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Spearman's, with mean ranks of equals; None below three pairs or where a side does not vary."""
+    if len(pairs) < 3 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
+        return None
+    ordered = [sorted(side) for side in zip(*pairs, strict=True)]
+    ranks = [
+        [line.index(value) + (line.count(value) - 1) / 2 for value in side]
+        for line, side in zip(ordered, zip(*pairs, strict=True), strict=True)
+    ]
+    return correlation(*ranks)
+
+
+def text(comparisons: Sequence[Comparison], *, notes: bool = False) -> str:
     """Each table of the paper, computed at its size and run here side by side, and the four numbers of both.
 
     Computed numbers have their error and an answer; those of scaled models that ran here are not judged.
 
     Args:
-        entries: of an experiment; its sentences are left out
+        comparisons: of an experiment; its sentences are left out
         notes: also what is to be said of single numbers
     """
-    computed = [each for each in entries if each.record is not None and each.record.is_computed]
-    here = [each for each in entries if _beside(each)]
-    tables, beside = _by_table(computed), _by_table(here)
+    computed = [cell for cell in comparisons if cell.is_computed]
+    tables, beside = _by_table(computed), _by_table(filter(is_beside, comparisons))
     parts = [
-        _table(table, unit, tables.get((table, unit)), beside.get((table, unit)), here, notes=notes)
+        _table(table, unit, tables.get((table, unit)), beside.get((table, unit)), notes=notes)
         for table, unit in sorted({*tables, *beside})
     ]
     if tables:
@@ -195,47 +254,37 @@ def text(entries: Sequence[Result], *, notes: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-Judged = tuple[list[Cell], list[Cell]]
-"""Cells, and those that are 1 by definition."""
-
-
-def _table(
-    table: str,
-    unit: str,
-    computed: Judged | None,
-    beside: Judged | None,
-    here: Sequence[Result],
-    *,
-    notes: bool,
-) -> str:
-    of_paper, peers = of_the_paper(), peers_of(load_paper())
-    ours, theirs = (
-        {(table, each.row, each.column): each for each in found[0]} if found else {}
-        for found in (computed, beside)
-    )
-    places = [place for place in of_paper if place in ours or place in theirs]
-    varies = [at for at in (1, 2) if len({place[at] for place in places}) > 1] or [1, 2]
+def _table(table: str, unit: str, computed: Cells | None, beside: Cells | None, *, notes: bool) -> str:
+    ours, theirs = ({each.place: each for each in found[0]} if found else {} for found in (computed, beside))
+    every = {**theirs, **ours}
+    cells = {place: every[place] for place in of_the_paper() if place in every}
+    varies = [at for at in (1, 2) if len({place[at] for place in cells}) > 1] or [1, 2]
 
     def label(place: Place) -> str:
         """Row and column, as far as they are not the same all over."""
         return ", ".join(place[at] for at in varies)
 
-    headers = ["", "paper"] + ["torchgpipe"] * any(place in peers for place in places)
+    def number(cell: Comparison | None) -> list[str]:
+        if cell is None or cell.ours is None or cell.ratio is None:
+            return ["-", "-"]
+        error = cell.entry.error if cell.entry is not None else 0.0
+        return [show(cell.ours, unit, 3) + f" +- {percent(error)}" * bool(error), f"{cell.ratio:.2f}"]
+
+    headers = ["", "paper"] + ["torchgpipe"] * any(cell.peer_printed for cell in cells.values())
     headers += ["computed", "/ paper", ""] if computed else []
     if beside is not None:
-        (provenance, *_) = {each.metric.provenance for each in here if each.table == table and each.metric}
+        entries = [each.entry for found in beside for each in found]
+        (provenance, *_) = {each.metric.provenance for each in entries if each and each.metric}
         headers += [f"here, {provenance}", "/ paper"]
     lines = []
-    for place in places:
-        line = [label(place), _as_printed(of_paper[place])]
+    for place, cell in cells.items():
+        line = [label(place), cell.paper_text]
         if "torchgpipe" in headers:
-            line.append(peers[place].printed if place in peers else "-")
+            line.append(cell.peer_printed or "-")
         if computed is not None:
-            cell = ours.get(place)
-            line += ["-", "-", ""] if cell is None else [_ours(cell, unit), _ratio(cell), cell.answer]
+            line += [*number(ours.get(place)), answer(ours[place]) if place in ours else ""]
         if beside is not None:
-            cell = theirs.get(place)
-            line += ["-", "-"] if cell is None else [_ours(cell, unit), _ratio(cell)]
+            line += number(theirs.get(place))
         lines.append(line)
     below = [f"computed at the paper's size, as declared: {summed(*computed)}"] if computed else []
     if computed and (bare := by_the_bubble(*computed)):
@@ -243,23 +292,12 @@ def _table(
     below += [f"run here, not judged: {summed(*beside).numbers}"] if beside else []
     below = [fill(each, rest="  ") for each in below]
     if notes:
-        own = [(each.place, each.note) for each in here if each.table == table]
-        papers = [
-            (place, note) for place in places for note in (of_paper[place].erratum, of_paper[place].note)
-        ]
-        below += _notes([(label(place), note) for place, note in (*own, *papers)], len(places))
-    same = [places[0][at] for at in (1, 2) if at not in varies]
+        own = [(label(each.place), each.entry.note) for found in beside or () for each in found if each.entry]
+        numbers = [of_the_paper()[place] for place in cells]
+        papers = [(label(each.key), note) for each in numbers for note in (each.erratum, each.note)]
+        below += _notes([*own, *papers], len(cells))
+    same = [next(iter(cells))[at] for at in (1, 2) if at not in varies]
     return numbers_text(": ".join([table, *same]), headers, lines, "", *below)
-
-
-def _ours(cell: Cell, unit: str) -> str:
-    if cell.ours is None:
-        return "-"
-    return show(cell.ours, unit, 3) + (f" +- {percent(cell.error)}" if cell.error else "")
-
-
-def _ratio(cell: Cell) -> str:
-    return "-" if cell.ratio is None else f"{cell.ratio:.2f}"
 
 
 def _notes(said: Iterable[tuple[str, str]], every: int) -> list[str]:
@@ -272,10 +310,6 @@ def _notes(said: Iterable[tuple[str, str]], every: int) -> list[str]:
         fill(note if len(about) >= every else f"{'; '.join(about)}: {note}", "- ", "  ")
         for note, about in places.items()
     ]
-
-
-def _as_printed(cell: PaperNumber) -> str:
-    return cell.printed + (f" (means {cell.corrected_printed})" if cell.corrected_printed else "")
 
 
 SECONDS = {

@@ -1,9 +1,8 @@
 """Numbers of the paper with ours beside them: tables in words, and counts of answers.
 
 What was predicted for the paper's accelerators and what was found here are tables of their own and are never
-added up, and so is what was held against the numbers of others. What stands in an entry is decided here, in
-one rule for its answer; so is the layout of text and markdown: like the paper's table, the lines of an entry
-below each other. Where it stands on a page is the matter of its template.
+added up, and so is what was held against the numbers of others. The lines of an entry stand below each other;
+where it stands on a page is the matter of its template.
 """
 
 from __future__ import annotations
@@ -11,15 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
-from gpipe_bench.harness.paper import SENTENCES
-from gpipe_bench.harness.report import reproduced
-from gpipe_bench.harness.report.grid import Grid, fill
-from gpipe_bench.harness.reproduction import load_reproduction
-from gpipe_bench.harness.units import show, show_interval, show_with_interval
-from gpipe_bench.harness.verdict import JUDGED, QUESTIONS, Comparison, Verdict
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.experiment import Experiment
+from gpipe_bench.harness.paper import SENTENCES, percent, show, show_interval, show_with_interval
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.report.grid import SCREEN, Grid, fill, within
+from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Result, Verdict
 
 Answer = Literal["agrees", "follows", "differs", "no test", "not judged", "not run"]
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
@@ -41,28 +41,7 @@ MEANINGS: Mapping[Answer, str] = {
 
 def answer(cell: Comparison) -> Answer:
     """The one word for what a comparison says."""
-    return "no test" if _is_too_uncertain(cell) else WORDS[cell.verdict]
-
-
-def reason_text(cell: Comparison) -> str:
-    """Why the answer is that word."""
-    if not _is_too_uncertain(cell):
-        return cell.reason
-    error, most = _error_of(cell), load_reproduction().error.no_test_above
-    return (
-        f"our error of {reproduced.percent(error)} is above {100 * most:.0f} %, which is too large for a test"
-    )
-
-
-def _is_too_uncertain(cell: Comparison) -> bool:
-    """Whether it was computed with an error above what results/reproduction.toml takes for a test."""
-    if not cell.is_computed or cell.verdict not in JUDGED or cell.kind == "identity":
-        return False
-    return _error_of(cell) > load_reproduction().error.no_test_above
-
-
-def _error_of(cell: Comparison) -> float:
-    return reproduced.error_of(cell.table, cell.row, cell.ours)
+    return WORDS[cell.verdict]
 
 
 Part = Literal["as published", "here", "others' numbers"]
@@ -145,32 +124,27 @@ def numbered(
 
 
 def parts_of(
-    name: str,
-    cells: Sequence[Comparison],
+    comparisons: Sequence[Comparison],
     notes: tuple[str, ...] = (),
     marks: Mapping[Key, tuple[int, ...]] = MappingProxyType({}),
 ) -> tuple[Table, ...]:
-    """The tables that the cells of one table of the paper are shown as."""
+    """The tables that the comparisons touch, part by part."""
     return tuple(
         Table(name=name, part=part, rows=found, notes=notes, marks=marks)
+        for name in dict.fromkeys(cell.table for cell in comparisons)
         for part in PARTS
-        if (found := tuple(cell for cell in cells if part_of(cell) == part))
+        if (found := tuple(c for c in comparisons if c.table == name and part_of(c) == part))
     )
 
 
-def tables_of(comparisons: Sequence[Comparison]) -> list[Table]:
-    """The tables that the comparisons touch, part by part; their notes are numbered through all of them."""
+def tables_of(comparisons: Sequence[Comparison]) -> tuple[Table, ...]:
+    """The same with notes, which are numbered through all of them."""
 
     def notes_of(cell: Comparison) -> list[str]:
         parts = ", ".join(part.replace("_", " ") for part in cell.parts)
         return [*cell.footnotes, *([f"Our range is over: {parts}"] if range_text(cell) else [])]
 
-    notes, marks = numbered(comparisons, notes_of)
-    return [
-        table
-        for name in dict.fromkeys(comparison.table for comparison in comparisons)
-        for table in parts_of(name, [c for c in comparisons if c.table == name], notes, marks)
-    ]
+    return parts_of(comparisons, *numbered(comparisons, notes_of))
 
 
 _BRIEF = ("paper", "ours", "answer")
@@ -180,8 +154,7 @@ def short_text(comparisons: Sequence[Comparison]) -> str:
     """Every table of the comparisons in a screen: paper, ours and the answer, no notes."""
     parts: list[str] = []
     shown: set[str] = set()
-    names = dict.fromkeys(comparison.table for comparison in comparisons)
-    for table in (t for name in names for t in parts_of(name, [c for c in comparisons if c.table == name])):
+    for table in parts_of(comparisons):
         rows = tuple(row for row in table.rows if row.verdict != "not run" and row.printed)
         if table.diagonal:  # sums that follow by arithmetic are counted below
             rows = tuple(row for row in rows if row.verdict != "identity") or rows
@@ -204,15 +177,13 @@ def text_table(comparisons: Sequence[Comparison]) -> str:
 
 def computed_markdown(comparisons: Sequence[Comparison]) -> str:
     """Their tables at the paper's size, without notes, for a markdown page."""
-    found = [cell for cell in comparisons if part_of(cell) == "as published"]
-    names = dict.fromkeys(cell.table for cell in found)
-    tables = [table for name in names for table in parts_of(name, [c for c in found if c.table == name])]
+    tables = [table for table in parts_of(comparisons) if table.part == "as published"]
     return "\n\n".join(replace(_grid(table), title="").markdown() for table in tables)
 
 
 def _grid(table: Table, only: Sequence[str] = ()) -> Grid:
-    """The table as the paper prints it, or a line for each entry where that would be mostly empty; of the
-    lines of an entry `only` these, by default all that any has.
+    """The table as the paper prints it, or a line for each entry where that would be mostly empty; of an
+    entry's lines `only` these, by default all that any has.
     """
     places = dict.fromkeys(row.location for row in table.rows if row.location)
     hardware = dict.fromkeys(row.hardware for row in table.rows if row.hardware)
@@ -263,17 +234,7 @@ def _found(rows: Sequence[Comparison], always: Sequence[str], other: Sequence[st
     return [what for what in LINES if what in (*always, *having)]
 
 
-# Text of an entry's columns; empty where there is nothing to say -----------------------------------------
-
-
-def paper_text(entry: Comparison) -> str:
-    """The paper's value as printed, with the corrected value where an erratum gives one."""
-    return entry.paper_text if entry.printed else ""
-
-
-def ours_text(entry: Comparison) -> str:
-    """Our number: `3.819 GB`."""
-    return "" if entry.ours is None else show(entry.ours, entry.unit)
+# Text of an entry's columns; empty where there is nothing to say
 
 
 def ours_with_error(entry: Comparison) -> str:
@@ -299,8 +260,8 @@ def range_text(entry: Comparison, digits: int = 4) -> str:
 
 def spread_text(entry: Comparison) -> str:
     """How far ours may be off: `+- 55 %` of what was computed, `3.1 to 4.2 GB`, or the interval."""
-    if entry.is_computed and entry.parts:
-        return f"+- {reproduced.percent(_error_of(entry))}"
+    if entry.entry is not None and entry.is_computed and entry.parts:
+        return f"+- {percent(entry.entry.error)}"
     if (over := range_text(entry)) or entry.low is None or entry.high is None:
         return over
     return show_interval(entry.low, entry.high, entry.unit)
@@ -319,14 +280,14 @@ def ratio_text(entry: Comparison) -> str:
 
 
 LINES: Mapping[str, Callable[[Comparison], str]] = {
-    "paper": paper_text, "torchgpipe": lambda entry: entry.peer_printed, "ours": ours_with_error,
+    "paper": attrgetter("paper_text"), "torchgpipe": attrgetter("peer_printed"), "ours": ours_with_error,
     "our range": lambda entry: "" if entry.is_computed else range_text(entry),
     "ours / paper": ratio_text, "answer": answer,
 }  # fmt: skip
 """The lines of an entry in a table of text, in order."""
 
 
-# Counts -----------------------------------------------------------------------------------------------------
+# Counts
 
 
 def counts_text(cells: Iterable[Comparison]) -> str:
@@ -355,3 +316,113 @@ def counts_lines(cells: Iterable[Comparison]) -> list[str]:
         if (of := [cell for cell in counted if cell.question == question])
     ]
     return lines or ["nothing counted"]
+
+
+# Everything about some records of an experiment
+
+T = TypeVar("T")
+
+UNREADABLE = (
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError,
+)  # fmt: skip
+"""Errors of an experiment that reads records which another program wrote."""
+MOST_SCREEN = 100
+"""Lines of tables beside the paper's; half as many of a text without its numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Results of some records of one experiment. `comparisons` has one for every entry, and one for every
+    number of the same tables that nobody produced.
+    """
+
+    records: tuple[Record, ...]
+    comparisons: tuple[Comparison, ...]
+    text: str = ""
+    reproduction: str = ""
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether any number of ours stands beside one of the paper."""
+        return any(cell.ours is not None for cell in self.comparisons)
+
+
+def is_shown_computed(cell: Comparison) -> bool:
+    """Whether `reproduced.text` has shown the number: it is computed, or stands beside one and is not judged.
+    Computed sentences are not in it; what repeats another number need not be shown.
+    """
+    if cell.is_computed:
+        return cell.table != SENTENCES or not cell.counted
+    return is_beside(cell)
+
+
+def is_beside(cell: Comparison) -> bool:
+    """Whether it ran here at another size than the paper's, so that it is shown and not judged."""
+    is_cell = cell.table != SENTENCES and cell.source == "paper" and cell.question == "here"
+    return is_cell and cell.entry is not None and bool(cell.entry.context)
+
+
+def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool = False) -> Shown:
+    """The experiment's entries beside the paper's numbers, and its text: a `brief` one has none where there
+    are numbers. Raises RuntimeError where the entries contradict themselves.
+    """
+    _, comparisons = judged(experiment, records)
+    computed = (
+        "" if experiment.reproduction is None else experiment.reproduction(comparisons, notes=not brief)
+    )
+    shown = Shown(tuple(records), tuple(comparisons), reproduction=computed)
+    if brief and shown.has_numbers:
+        return shown
+    tables = experiment.tables
+    others = [cell for cell in comparisons if not (computed and is_shown_computed(cell))]
+    judged_text = text_table(others) if others or tables is None else ""
+    parts = [computed, judged_text, "" if tables is None else tables(records)]
+    return replace(shown, text="\n\n".join(filter(None, parts)))
+
+
+def judged(experiment: Experiment, records: Sequence[Record]) -> tuple[list[Result], list[Comparison]]:
+    """The experiment's entries and what they come to; see `shown_of`."""
+    entries = experiment.cells(records)
+    try:
+        return entries, compare(entries, whole=experiment.paper_tables)
+    except ValueError as error:  # not the user's mistake, so it must not look like bad usage
+        raise RuntimeError(f"the cells of {experiment.name} can't be compared") from error
+
+
+def screen(shown: Shown, whole: str) -> str:
+    """A screen of it; `whole` is the command that shows all. Where the paper has no numbers for it, the first
+    tables of its text.
+    """
+    if shown.has_numbers:
+        others = [cell for cell in shown.comparisons if not (shown.reproduction and is_shown_computed(cell))]
+        with within(SCREEN):
+            *tables, counts = short_text(others).split("\n\n") if others else [""]
+        parts = (shown.reproduction, _cut(tables, MOST_SCREEN), counts, f"ranges and footnotes: {whole}")
+        return "\n\n".join(filter(None, parts))
+    with within(SCREEN):
+        lines = shown.text.splitlines()
+        tables = "\n".join(line if "  " in line else fill(line) for line in lines).split("\n\n")
+    text = _cut(tables, MOST_SCREEN // 2)
+    return text if text.endswith(tables[-1]) else f"{text}\n\nall of it: {whole}"
+
+
+def _cut(tables: Sequence[str], most: int) -> str:
+    """As many tables as fit into `most` lines, and a line that says how many lines are left out."""
+    kept = list(tables[:1])
+    for table in tables[1:]:
+        if "\n\n".join([*kept, table]).count("\n") > most:
+            left = "\n\n".join(tables[len(kept) :]).count("\n") + 1
+            return "\n\n".join([*kept, f"... {left} more lines"])
+        kept.append(table)
+    return "\n\n".join(kept)
+
+
+def readable(name: str, show: Callable[[], T]) -> tuple[T | None, str]:
+    """Result of `show`, or why the experiment of that name can't read its records: another program, or a
+    version that was never released, may have written them.
+    """
+    try:
+        return show(), ""
+    except UNREADABLE as error:
+        cause = error.__cause__ or error
+        return None, f"{name} can't be shown: {type(cause).__name__}: {cause}"

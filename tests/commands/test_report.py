@@ -18,18 +18,11 @@ from fake_experiment import EXPERIMENT as FAKE
 from records import metric, record
 
 from gpipe_bench.experiments import registry
-from gpipe_bench.experiments import report as report_build
 from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import report as report_build
 from gpipe_bench.experiments.commands.output import DONE
-from gpipe_bench.experiments.report import (
-    answers,
-    build,
-    draw,
-    drawn,
-    readings,
-    sources,
-    table_infos,
-)
+from gpipe_bench.experiments.commands.report import answers, build, readings, table_infos
+from gpipe_bench.experiments.drawing import draw, drawn
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.paper import load_paper, of_the_paper
 from gpipe_bench.harness.report import reproduced
@@ -107,19 +100,6 @@ def test_every_number_of_ours_stands_on_the_page_and_in_the_download_as_it_is(pa
     assert len(ours) > 100
 
 
-def test_a_computed_number_has_the_answer_of_the_declared_rule(page):
-    """One rule in two places: that of the page, and that of the tables that `compare` computes."""
-    found = {(cell.place, cell.question): answer(cell) for cell in page.cells if cell.is_computed}
-    compared = 0
-    for name in reproduced.SECONDS:
-        for (table, _), (cells, _) in reproduced.cells(Store(MACHINE).load(name).records).items():
-            for cell in cells:
-                assert found[(table, cell.row, cell.column), "as published"] == cell.answer, cell
-                compared += 1
-    assert compared > 50
-    assert {*found.values()} >= {"agrees", "differs", "no test", "follows"}
-
-
 def test_a_table_that_is_not_run_says_why(page):
     for table in page.tables:
         reasons = {row.reason for row in table.rows if row.verdict == "not run"}
@@ -194,8 +174,8 @@ def put(folder, *records):
 
 
 def chosen(*places):
-    found, problems = sources(FAKE, [(place.name, place) for place in places])
-    return {a.column: a for a in answers(readings(FAKE, found)[0])}, problems
+    found, problems = readings(FAKE, [(place.name, place) for place in places])
+    return {a.column: a for a in answers(found)}, problems
 
 
 def test_own_records_come_first_and_references_fill_in(tmp_path):
@@ -266,7 +246,7 @@ def test_figures_are_kept_only_for_the_records_they_show(tmp_path):
 def test_the_reference_figures_show_the_reference_records(machine):
     for name in registry.EXPERIMENTS:
         experiment = registry.load(name)
-        found, _ = sources(experiment, [(machine, REFERENCE / machine)])
+        found, _ = readings(experiment, [(machine, REFERENCE / machine)])
         if (
             found
             and experiment.figures is not None
@@ -279,9 +259,9 @@ def test_the_reference_figures_show_the_reference_records(machine):
 @pytest.mark.parametrize("name", registry.EXPERIMENTS)
 def test_the_figures_of_the_reference_records_can_be_drawn_again(name, tmp_path, monkeypatch):
     """As small as they can be: what they show is looked at, and here only that they can be made."""
-    monkeypatch.setattr("gpipe_bench.experiments.report.DOTS_PER_INCH", 10)
+    monkeypatch.setattr("gpipe_bench.experiments.drawing.DOTS_PER_INCH", 10)
     experiment = registry.load(name)
-    found, _ = sources(experiment, [("reference", MACHINE)])
+    found, _ = readings(experiment, [("reference", MACHINE)])
     paths = draw(experiment, found[0].records, tmp_path)
     if paths:
         assert drawn(experiment, found[0].records, tmp_path) == paths
@@ -312,7 +292,7 @@ def test_every_number_of_the_first_screen_is_of_a_record(page):
     for each in ("{computed_faster}", "{error.bytes}", "{same_runs}"):
         assert each in text
     counts = Counter(
-        cell.answer
+        answer(cell)
         for name in reproduced.SECONDS
         for cells, _ in reproduced.cells(Store(MACHINE).load(name).records).values()
         for cell in cells

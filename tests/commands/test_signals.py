@@ -24,8 +24,8 @@ import their_repository
 from command_line import ROOT, START, Gate, lines, start, surroundings
 from forked import Script
 
-from gpipe_bench.harness import signals
-from gpipe_bench.harness.signals import number_of, stopping
+from gpipe_bench.harness import processes
+from gpipe_bench.harness.processes import number_of, stopping
 
 pytestmark = pytest.mark.processes
 LONG_S = 900.0  # for a hang, which would be a failure; nothing is asserted about time
@@ -167,7 +167,7 @@ def test_while_a_record_is_written(tmp_path: Path, ended: Callable[..., tuple[st
 
 @pytest.mark.parametrize(
     "moment",
-    [Moment(f"{EXPERIMENTS}.guard.run:guard", INT), Moment("gpipe_bench.harness.guard:run_rounds", TERM)],
+    [Moment(f"{EXPERIMENTS}.guard.run:guard", INT), Moment("gpipe_bench.harness.rounds:run_rounds", TERM)],
 )
 def test_the_guard_leaves_no_process_and_no_checkout_behind(
     tmp_path: Path, ended: Callable[..., tuple[str, str]], moment: Moment
@@ -289,7 +289,7 @@ def test_it_waits_less_than_two_seconds_for_ranks_that_do_not_end(tmp_path, arri
     os.killpg(process.pid, signal.SIGINT)
     ending_of(process)
     assert nobody_is_left(family)
-    assert signals.GRACE_S + signals.SETTLE_S < 2
+    assert processes.GRACE_S + processes.SETTLE_S < 2
 
 
 def test_what_was_started_twice_to_end_ends_once(tmp_path, gate):
@@ -349,7 +349,7 @@ def default_handlers():
 @pytest.mark.parametrize(("number", "status"), ENDINGS.items())
 def test_the_way_out_is_taken_in_good_order(number, status, default_handlers, monkeypatch):
     # The server that other tests fork from is a child of this process, and would be ended with the run.
-    monkeypatch.setattr(signals, "_descendants", list)
+    monkeypatch.setattr(processes, "_descendants", list)
     cleaned, before = [], signal.getsignal(number)
 
     def work():

@@ -26,9 +26,9 @@ from gpipe_bench.experiments.beyond.trainings import (
     configuration_of,
     job_of,
 )
+from gpipe_bench.experiments.commands.report import build
 from gpipe_bench.experiments.engines.checks import verify
 from gpipe_bench.experiments.engines.setup import Setup, resolve
-from gpipe_bench.experiments.report import build
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Record

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from records import record
 
 from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.cli import parser as cli_parser
-from gpipe_bench.experiments.gpu import DONE, FAILED, LACKING, NO_GPU, STEPS, Step, main
+from gpipe_bench.experiments.gpu import DONE, FAILED, LACKING, NO_GPU, STEPS, Step, main, of_step, sentences
 from gpipe_bench.experiments.registry import load
-from gpipe_bench.harness.experiment import RunOptions, select
+from gpipe_bench.harness.experiment import RunOptions, only_of, select
+from gpipe_bench.harness.record import Metric, Record
 from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import Result
 from gpipe_bench.models.paper import HALVES
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +39,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(gpu, "STATE", tmp_path)
     monkeypatch.setattr(gpu, "ask_torch", lambda: ONE)
-    monkeypatch.setattr(gpu, "_results", lambda step, records: [f"what {step.name} found"])
+    monkeypatch.setattr(gpu, "of_step", lambda words, records: ["what it found"])
     return tmp_path
 
 
@@ -66,7 +69,7 @@ def test_commands_are_taken_in_turn_and_the_next_call_goes_on(
     assert main([]) == FAILED
     said = capsys.readouterr().out
     assert "fails: exit status 5" in said
-    assert "== works: what works found\n" in said
+    assert "== works: what it found\n" in said
     assert "large: skipped: needs 100 GiB" in said
     assert "many: skipped: needs 2 GPUs" in said
     assert "long: left for the next call" in said
@@ -152,13 +155,92 @@ def test_every_command_fits_into_a_call_and_names_cases_that_there_are(profile: 
         if "pytest" in words:
             continue
         options = cli_parser(["run"]).parse_args(words[3:])
-        only: dict[str, tuple[str, ...]] = {}
-        for text in options.only:
-            key, _, value = text.partition("=")
-            only[key] = (*only.get(key, ()), value)
         experiment = load(options.name)
         cases = experiment.cases(RunOptions(profile=options.profile, device=options.device))
-        assert select(cases, only)
+        assert select(cases, only_of(options.only))
         assert options.results == tmp_path
     memory = {step.name: step.memory_gib for step in STEPS}
     assert memory["baseline"] == max(half.cap_gib for half in HALVES.values())
+
+
+# What a step says at its end, on made-up records
+
+
+GIB = 2**30
+
+
+def measured(name: str, value: float | None, unit: str = "ratio") -> Metric:
+    return Metric(name, value, unit, "measured")
+
+
+def done(*metrics: Metric, details: Any = None, **case: Any) -> Record:
+    return record(case=case, metrics=metrics, details=details or {})
+
+
+def lost(reason: str, status: str = "skipped", **case: Any) -> Record:
+    return record(case=case, status=status, reason=reason, metrics=(), details={})
+
+
+def peaks(column: str, found: float | None, modelled: float) -> Record:
+    size = None if found is None else found * GIB
+    return done(
+        measured("measured peak", size, "bytes"),
+        Metric("modelled peak", modelled * GIB, "bytes", "modelled"),
+        details={"fits": found is not None}, part="device", half="amoebanet", column=column,
+        precision="float32",
+    )  # fmt: skip
+
+
+OUT = {"cells": {"naive-1": {"out_of_memory": "CUDA out of memory"}, "pipeline-1": {"out_of_memory": ""}}}
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        (
+            [peaks("naive-1", None, 33.06), peaks("pipeline-1", 5.42, 5.34)],
+            ["amoebanet in float32 under 8 GiB: naive-1 does not fit (33.06 GiB modelled), pipeline-1 fits "
+             "(5.42 GiB measured); the paper: all of these fit"],
+        ),
+        ([lost("KeyError: 3", "failed", model="amoebanet")], ["model=amoebanet: failed: KeyError: 3"]),
+    ],
+)  # fmt: skip
+def test_a_step_says_what_it_found_beside_the_paper_and_why_what_is_missing_did_not_run(
+    records: list[Record], said: list[str]
+) -> None:
+    assert list(sentences(records)) == said
+
+
+def test_numbers_beside_the_papers_are_counted_and_what_found_no_room_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran = done(details=OUT, model="transformer", batch="fixed")
+    results = [
+        Result(
+            table="table2-transformer", row=row, column="K=2", metric=measured("throughput", value),
+            record=ran,
+        )
+        for row, value in (("M=1", 1.1), ("M=4", 1.7 * 1.3))
+    ]  # fmt: skip
+    monkeypatch.setattr(
+        "gpipe_bench.experiments.registry.load", lambda name: SimpleNamespace(cells=lambda records: results)
+    )
+    also = done(part="replay error", model="transformer")
+    assert list(sentences([ran, also])) == [
+        "model=transformer batch=fixed: naive-1 did not run: CUDA out of memory", "2 cases are done",
+        "2 numbers stand beside the paper's, half of them within 20 % of it",
+    ]  # fmt: skip
+
+
+def test_the_lines_are_about_the_steps_own_cases_as_they_are_now(tmp_path: Path) -> None:
+    """Cases of another step of the experiment and older records of a case are left out."""
+    store = Store(tmp_path)
+    case = {"part": "device", "half": "amoebanet", "precision": "float32"}
+    for column, reason in (("naive-1", "before"), ("naive-1", "now"), ("pipeline-2", "another step's")):
+        store.append(
+            record(experiment="table1", case={**case, "column": column}, status="skipped", reason=reason,
+                   metrics=(), details={})
+        )  # fmt: skip
+    (line,) = of_step(["table1", "--only", "part=device", "--only", "column=naive-1"], tmp_path)
+    assert line.endswith("skipped: now")
+    assert of_step(["table2"], tmp_path) == ["no case has ended"]

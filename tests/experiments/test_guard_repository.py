@@ -22,6 +22,7 @@ from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.guard import arms as guard_arms
 from gpipe_bench.experiments.guard.arms import (
     Arm,
+    Command,
     WorkerError,
     arms_of,
     base_tree,
@@ -29,7 +30,6 @@ from gpipe_bench.experiments.guard.arms import (
     merge_base,
     subject_of,
 )
-from gpipe_bench.experiments.guard.command import Command
 from gpipe_bench.experiments.guard.run import Finding, measure
 
 
@@ -304,7 +304,7 @@ FILE = ["--benchmarks", "benchmarks.py"]
         ([*FILE, "--base", "no-such"], "unknown revision 'no-such'"),
         ([*FILE, "--base", "HEAD", "--only", "row"], "unknown benchmark 'row' (did you mean 'rows'?)"),
         ([*FILE, "--base", "HEAD", "--build", "echo no compiler; exit 7"],
-         "failed with status 7 in the working tree: no compiler"),
+         "in the working tree failed with status 7: no compiler"),
         (["--only", "tiny-layers"], "--only is about what is timed; give a revision, --base REF"),
     ],
 )  # fmt: skip
@@ -398,7 +398,10 @@ def test_the_number_of_an_output(said: str, pattern: str, number: float | ValueE
             ["--command", "sleep 0.2; echo 1", "--budget-s", "2"],
             "the first look needs 72 of them in .*--budget-s",
         ),
-        (["--command", "echo 1", "--build", "grep -q 110 work.sh"], "failed with status 1 in the base's"),
+        (
+            ["--command", "echo 1", "--build", "grep -q 110 work.sh"],
+            "in the base's checkout failed with status 1",
+        ),
         (["--command", "echo took 15.2 ms for 1000 items"], "printed 1000 last in every run of the base"),
         (
             ["--command", "wc -c < work.sh; grep -q 110 work.sh && date +1.%N || date +1000.%N"],

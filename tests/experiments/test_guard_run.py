@@ -27,7 +27,7 @@ from gpipe_bench.experiments.guard.counters import (
 )
 from gpipe_bench.experiments.guard.own import BENCHMARKS
 from gpipe_bench.experiments.guard.run import Finding, guard
-from gpipe_bench.harness.guard import Change, Judgement
+from gpipe_bench.harness.rounds import Change, Judgement
 from gpipe_bench.pipeline.stage.layers import LayerRunner
 
 ROOT = Path(__file__).parents[2]

@@ -22,20 +22,21 @@ from gpipe_bench.experiments.paper.profiles import unet_memory
 from gpipe_bench.experiments.paper.reproduction import Declared, table3
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness import REFERENCE
-from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.compare import compare, judge
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.record import REPRODUCTION, of_case
+from gpipe_bench.harness.paper import PaperNumber
+from gpipe_bench.harness.record import REPRODUCTION, Metric, of_case
 from gpipe_bench.harness.report import reproduced
+from gpipe_bench.harness.report.table import answer
 from gpipe_bench.harness.reproduction import (
-    Cell,
     Published,
     load_reproduction,
+    load_unknowns,
     of_quotient,
     predictor_errors,
-    summed,
 )
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.verdict import Result, Spread
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Boundary, Kind, Link, Profiler, gpipe, pipeline_memory
 from gpipe_bench.planner.accelerators import TPU_V2, Accelerator
@@ -72,28 +73,39 @@ def test_the_error_counts_models_and_not_their_numbers() -> None:
         predictor_errors([Published("a", "bytes", 0.0, 1.0)])
 
 
+def judged(row, column, printed, ours, error, why=""):
+    """A number of the paper beside a computed one with its error."""
+    place = {"table": "t", "row": row, "column": column}
+    number = PaperNumber(
+        value=float(printed), printed=printed, unit="ratio", kind="result", source="paper", **place
+    )
+    spread = None if ours is None else Spread(low=ours / (1 + error), high=ours * (1 + error))
+    metric = Metric("x", ours, "ratio", "modelled")
+    return judge(number, Result(metric=metric, spread=spread, error=error, not_comparable=why, **place))
+
+
 @pytest.mark.parametrize(
-    ("ours", "error", "why", "answer"),
+    ("ours", "error", "why", "said"),
     [
         (1.0, 0.1, "", "agrees"), (1.15, 0.1, "", "agrees"), (1.16, 0.1, "", "differs"),
         (0.86, 0.1, "", "differs"), (0.87, 0.1, "", "agrees"), (1.0, 0.26, "", "no test"),
-        (None, 0.1, "", "no test"), (1.0, 0.1, "nothing fits", "no test"),
+        (None, 0.1, "nothing fits", "no test"), (1.0, 0.1, "nothing fits", "no test"),
     ],
 )  # fmt: skip
-def test_a_number_agrees_within_its_error_and_the_rounding(ours, error, why, answer) -> None:
-    assert Cell("M=1", "K=2", 1.0, 0.05, ours, error, why).answer == answer
+def test_a_number_agrees_within_its_error_and_the_rounding(ours, error, why, said) -> None:
+    assert answer(judged("M=1", "K=2", "1.0", ours, error, why)) == said
 
 
 def test_a_table_has_four_numbers() -> None:
     """By hand: a 2 x 2 table with one pair along each side the wrong way round, and a corner that is 1."""
-    corner = Cell("M=1", "K=2", 1.0, 0, 1.0, 0.1)
+    corner = judged("M=1", "K=2", "1.0", 1.0, 0.1)
     others = [
-        Cell("M=1", "K=10", 2.0, 0, 2.2, 0.1),
-        Cell("M=4", "K=2", 3.0, 0, 6.0, 0.1),
-        Cell("M=4", "K=10", 4.0, 0, 3.0, 0.1),
+        judged("M=1", "K=10", "2.0", 2.2, 0.1),
+        judged("M=4", "K=2", "3.0", 6.0, 0.1),
+        judged("M=4", "K=10", "4.0", 3.0, 0.1),
     ]
-    found = summed(others, [corner])
-    assert found.counts == {"agrees": 1, "differs": 2, "no test": 0}
+    found = reproduced.summed(others, [corner])
+    assert found.counts == {"agrees": 1, "differs": 2}
     assert found.off == pytest.approx(0.25)
     assert found.rank == pytest.approx(0.5)
     assert (found.directions, found.pairs) == (3, 4)
@@ -108,11 +120,12 @@ def test_every_table_is_computed_and_judged_by_the_errors_on_record(name: str) -
     assert all({"part": REPRODUCTION, "model": model} in keys for model in reproduced.SECONDS[name])
     for cells, _ in reproduced.cells(records).values():
         for cell in cells:
-            known = reproduced.errors()["ratios of speeds" if cell.error < 0.25 else "bytes"].error
+            error = cell.entry.error
+            known = reproduced.errors()["ratios of speeds" if error < 0.25 else "bytes"].error
             share = cell.ours / 100 if name == "table4" else 0.0
-            assert cell.error in (known * (1 - share), of_quotient(known), 0.0)
-            assert cell.error or cell.row == reproduced.COUNTED
-    assert experiment.reproduction(reproduced.answers(records)).startswith(
+            assert error in (known * (1 - share), of_quotient(known), 0.0)
+            assert error or cell.row == reproduced.COUNTED
+    assert experiment.reproduction(compare(reproduced.answers(records))).startswith(
         ("table", "figure", "breakdown", "claims", "control")
     )
 

@@ -11,6 +11,7 @@ import pytest
 from made_up_steps import TINY, found, job_of, steps, timed, value
 from records import all_ran, record
 
+from gpipe_bench.experiments.drawing import draw
 from gpipe_bench.experiments.paper import figure3, table2, table4
 from gpipe_bench.experiments.paper import steps as timed_steps
 from gpipe_bench.experiments.paper.full_size import FullSize, Seconds
@@ -19,13 +20,12 @@ from gpipe_bench.experiments.paper.table1 import EXPERIMENT as TABLE1
 from gpipe_bench.experiments.paper.table1_shown import ANY_COUNT, cells
 from gpipe_bench.experiments.paper.table3 import EXPERIMENT
 from gpipe_bench.experiments.paper.workloads import Configuration, fitted_microbatch, peak_bytes
-from gpipe_bench.experiments.readings import shown_of
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.experiments.report import draw
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.report.table import shown_of
 from gpipe_bench.harness.store import Store
 
 

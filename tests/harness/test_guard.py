@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 
-from gpipe_bench.harness.guard import (
+from gpipe_bench.harness.rounds import (
     ARMS,
     CONFIDENCE,
     LOOKS,

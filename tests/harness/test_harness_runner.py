@@ -18,8 +18,7 @@ from gpipe_bench.harness import environment
 from gpipe_bench.harness import experiment as experiments
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.runner import BarReporter, Reporter, reporter, run_experiment
-from gpipe_bench.harness.workers import sensible_jobs
+from gpipe_bench.harness.runner import BarReporter, Reporter, reporter, run_experiment, sensible_jobs
 
 
 def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):
@@ -221,7 +220,7 @@ def test_lines_say_what_happened_and_how_long_it_takes():
     tell(Reporter(stream))
     assert stream.getvalue().splitlines() == [
         "3 cases, about 30 s",
-        "[2/3] step=2: done in 20.0 s, 18 s left",
+        "[2/3] step=2: done in 20.0 s, 20 s left",
         "warning: [bold]mind the gap[/bold]",
         "[3/3] step=3: failed: wheel [off], 0 s left",
         "1 of 3 cases were on record already",

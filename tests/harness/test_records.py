@@ -272,7 +272,7 @@ def test_how_gpus_compute_is_kept_where_there_are_any(monkeypatch):
     assert "gpu_numerics" not in environment() or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    now, ever = b"1410 MHz, 2619 MHz, 71, 688.10 W, 0x4\n", b"580.65.06, 1980 MHz, 2619 MHz, 700.00 W\n"
+    now, ever = "1410 MHz, 2619 MHz, 71, 688.10 W, 0x4", "580.65.06, 1980 MHz, 2619 MHz, 700.00 W"
     monkeypatch.setattr(module, "_said", lambda *command: now if "clocks.sm" in command[1] else ever)
     module._driver.cache_clear()
     here = environment()

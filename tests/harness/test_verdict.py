@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_bench.harness.compare import judge, worded
-from gpipe_bench.harness.paper import PaperNumber, load_paper
+from gpipe_bench.harness.paper import PaperNumber, load_paper, of_the_paper, parse_printed
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.units import parse_printed
-from gpipe_bench.harness.unknowns import Unknown, load_unknowns, words
+from gpipe_bench.harness.reproduction import Unknown, load_unknowns, words
 from gpipe_bench.harness.verdict import Result
 
 
@@ -100,6 +99,19 @@ def test_formulas_are_evaluated_right(cells):
     for c in bubbles:
         stages, micro = int(c.column.removeprefix("K=")), int(c.row.rpartition("M=")[2])
         assert abs(100 * (stages - 1) / (micro + stages - 1) - c.value) <= c.rounding
+
+
+def test_what_repeats_a_number_is_that_number_within_the_rounding_of_both(cells):
+    """In other words, such as an increase for a ratio, it may be another value."""
+    for cell in cells:
+        if cell.same_as is not None:
+            first = of_the_paper()[cell.same_as]
+            assert (cell.source, first.same_as) == ("paper", None)
+            assert first is not cell
+            if cell.form not in ("derived", "words"):
+                assert first.unit == cell.unit
+                apart = abs(cell.value - first.value)
+                assert apart <= cell.rounding + first.rounding + 1e-9 * abs(first.value)
 
 
 def test_every_sentence_of_a_word_is_a_row_of_the_paper_and_has_one_word():

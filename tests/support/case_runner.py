@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessException
 
-from gpipe_bench.harness.store import file_lock
+from gpipe_bench.harness.store import locked
 from gpipe_bench.pipeline import launch
 
 if TYPE_CHECKING:  # forked processes have no pytest
@@ -128,7 +128,7 @@ def _watch(folder: Path, hanging_s: float, over: threading.Event) -> None:
 
 def once(path: Path, make: Callable[[], Outcomes]) -> Outcomes:
     """What `make` gives to the first of several processes; the others wait for it and read it from `path`."""
-    with path.open("a+b") as file, file_lock(file.fileno()):
+    with path.open("a+b") as file, locked(file.fileno()):
         file.seek(0)
         if not (found := file.read()):
             found = pickle.dumps(make())

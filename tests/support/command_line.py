@@ -28,8 +28,8 @@ import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 import gpipe_bench.experiments.registry
 gpipe_bench.experiments.registry.EXPERIMENTS["fake"] = "fake_experiment"
-import gpipe_bench.harness.signals
-gpipe_bench.harness.signals.GRACE_S = 600.0
+import gpipe_bench.harness.processes
+gpipe_bench.harness.processes.GRACE_S = 600.0
 from gpipe_bench.experiments.commands.cli import main
 sys.exit(main())
 """

@@ -80,7 +80,7 @@ if __name__ == "__main__":
         faulthandler.cancel_dump_traceback_later()  # its thread is in no fork, which would wait for it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     from gpipe_bench.experiments.__main__ import command
-    from gpipe_bench.harness import signals as stopping
+    from gpipe_bench.harness import processes as stopping
 
     if MODULE != "gpipe_bench.experiments.beyond.engines":  # whose import is a moment, too
         from gpipe_bench.experiments.beyond.trainings import WORKLOADS

@@ -1,12 +1,12 @@
-"""SIGINT and SIGTERM end a command, whatever it is doing, with all processes that it has started.
+"""Starts programs that are not ours, and ends a command by SIGINT and SIGTERM, whatever it is doing, with all
+processes that it has started.
 
                  .--> handler in the main thread: raises `Stopped`, and everything is left in good order
     signal ------|
                  '--> a byte in a pipe --> thread: after `GRACE_S`, ends what is left by force
 
-The second way is for what the first can't reach: an operation that is not Python's, which handlers wait for,
-a library that takes the exception for one of its own, a process that does not end. More signals than one
-change nothing, since some tools send a signal twice.
+The second way is for what the first can't reach: an operation that is not Python's, a library that takes the
+exception for one of its own, a process that does not end. More signals than one change nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
+from subprocess import DEVNULL, PIPE
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +27,8 @@ if TYPE_CHECKING:
     import psutil
 
 
-GRACE_S = 1.5
-"""Seconds for an orderly exit; a command that was told to end is gone within two seconds."""
-
-SETTLE_S = 0.2
-"""A signal for all processes may end one of ours before we have seen it ourselves."""
-
+GRACE_S = 1.5  # for an orderly exit; a command that was told to end is gone within two seconds
+SETTLE_S = 0.2  # in which a signal for all processes reaches us, too, after it has ended one of ours
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -55,16 +53,14 @@ class _Stop:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The handler."""
-        if self.number is None:
-            # Before anybody ends: later the children of those that did are nobody's.
+        if self.number is None:  # before anybody ends: later the children of those that did are nobody's
             self.family = _descendants()
         self.request(number)
         if not self.held:
             self.raise_once()
 
     def request(self, number: int) -> None:
-        if self.number is None:
-            self.number = number
+        self.number = self.number or number
         self.requested.set()
 
     def raise_once(self) -> None:
@@ -89,7 +85,10 @@ class _Stop:
     def end_family(self) -> None:
         """Ends what was ours when the signal came, and what was started since."""
         for process in {*self.family, *_descendants()}:
-            _kill(process)
+            import psutil  # which has found it
+
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 _active: _Stop | None = None
@@ -98,10 +97,8 @@ _active: _Stop | None = None
 @contextlib.contextmanager
 def stopping() -> Iterator[None]:
     """Inside, SIGINT and SIGTERM raise `Stopped` in the main thread, once, and end the process by force where
-    that is not enough; afterwards the handlers are as before.
-
-    In another thread than the main one, inside another `stopping`, and for a signal that the process was
-    told to ignore, nothing changes.
+    that is not enough. In another thread than the main one, inside another `stopping`, and for a signal that
+    the process was told to ignore, nothing changes.
     """
     with contextlib.suppress(ImportError):  # `list --machine` says so
         import psutil  # noqa: F401  # a handler may interrupt an import, and should need none itself
@@ -165,8 +162,7 @@ def held() -> Iterator[None]:
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
     """Inside, a process may be started: until it calls `started` it is not reached by a keyboard's interrupt,
-    which goes to all processes of a terminal and would find it in the middle of an import. Its mask of
-    signals is the calling thread's, for which the interrupt waits meanwhile.
+    which goes to all processes of a terminal and would find it in the middle of an import.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -216,8 +212,27 @@ def _descendants() -> list[psutil.Process]:
     return found
 
 
-def _kill(process: psutil.Process) -> None:
-    import psutil
+# Programs that are not ours
 
-    with contextlib.suppress(psutil.Error):
-        process.kill()
+
+@contextlib.contextmanager
+def program(command: str | Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A running program, given as words or as a line for the shell; gone after the block, whatever ends that,
+    with all that it has started. It leads a session of its own, so that a keyboard's interrupt reaches it
+    through us. `options` are those of `subprocess.Popen`.
+    """
+    is_line, given = isinstance(command, str), {"stdin": DEVNULL, "start_new_session": True, **options}
+    with subprocess.Popen(command, shell=is_line, **given) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(command: str | Sequence[str], timeout_s: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """What a program said, and its status. Raises subprocess.TimeoutExpired."""
+    streams: dict[str, Any] = {"stdout": PIPE, "stderr": PIPE, "text": True, "errors": "replace"}
+    with program(command, **streams, **options) as process:
+        out, err = process.communicate(timeout=timeout_s)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -174,7 +174,7 @@ class Pipeline(nn.Module):
             # What replicas do together. They begin with the same values.
             device = self._devices[assigned.local[0]]
             self._data_parallel = data_parallel_of(
-                self.grid, detector, device, timeout_s, bucket_bytes, self._divided, self._schedule
+                self.grid, detector, device, bucket_bytes, self._divided, self._schedule
             )
             self._hold(layers, assigned, move=devices is not None)
             if self._data_parallel is not None:
@@ -190,14 +190,9 @@ class Pipeline(nn.Module):
             self._tied: TiedWeights | None = None
             if network is not None and detector is not None:
                 self._transport = self._ranks = PointToPoint(
-                    network,
-                    self._schedule,
-                    device,
-                    timeout_s=timeout_s,
-                    share_memory=share_memory,
-                    portals=self._portal_edges,
-                    detector=detector,
-                )
+                    network, self._schedule, device, detector,
+                    share_memory=share_memory, portals=self._portal_edges,
+                )  # fmt: skip
                 check_equal(self.gather((assigned.same_on_all(), seed)))
                 self._tied = self._tie(shared, self._ranks)
                 if network.size > 1:
@@ -211,7 +206,7 @@ class Pipeline(nn.Module):
                 self._data_parallel, self._elsewhere,
             )  # fmt: skip
             if self.grid is not None and detector is not None:
-                watch_over(self.grid, detector, timeout_s)
+                watch_over(self.grid, detector)
 
     def _know(self, assigned: Assignment) -> None:
         """Stores the facts about the whole model, which are the same on every rank."""

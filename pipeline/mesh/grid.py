@@ -31,9 +31,9 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import devices
-from ..errors import PeerError, StoreError
+from ..errors import PeerError
 from ..plan.links import BUCKET_BYTES, bucket_bytes_of
-from ..ranks.failure import FailureDetector, Store, backend, missing
+from ..ranks.failure import FailureDetector, Store, backend, bounded, missing
 from ..ranks.wire import Connection, ObjectCollectives, TensorSpec, Transit
 
 NAMES = ("dp", "fsdp", "pp", "tp")
@@ -136,16 +136,8 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
     everybody, pipeline = dist.group.WORLD, grid.group("pp")
     assert everybody is not None
     assert pipeline is not None
-    # Grids beside each other in one job, each of some of its ranks, have keys of their own.
-    store = Store(everybody, f"grid of {' '.join(map(str, grid.ranks))}, ")
-    store.connect(timeout_s)
-    detector = FailureDetector(
-        store,
-        dist.get_rank(),
-        sorted(grid.ranks),
-        members=dist.get_process_group_ranks(pipeline),
-        coordinates=grid.coordinates,
-    )
+    store = Store(everybody, timeout_s, sorted(grid.ranks))
+    detector = FailureDetector(store, store.part(pipeline), coordinates=grid.coordinates)
     shared = tuple(name for name in mesh.mesh_dim_names or () if name in _BATCH and grid.size(name) > 1)
 
     def batch_group() -> dist.ProcessGroup | None:
@@ -154,13 +146,17 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
         return mesh[shared]._flatten().get_group()
 
     with detector.building():
-        detector.meet(timeout_s)
-        detector.watch(timeout_s)
-        grid.batch_group = detector.bounded(batch_group, timeout_s)
+        store.exchange("here", "")
+        detector.watch()
+        try:  # torch connects processes, and would wait as long as the user's process group says
+            grid.batch_group = bounded(batch_group, timeout_s, store.failure)
+        except TimeoutError as error:
+            what = f"not all ranks connected within {timeout_s:g} s"
+            raise PeerError(None, None, what, timed_out=True) from error
     return grid, detector
 
 
-def watch_over(grid: Grid, detector: FailureDetector, timeout_s: float) -> None:
+def watch_over(grid: Grid, detector: FailureDetector) -> None:
     """From now on the timeout bounds every collective in the groups of the mesh, and the groups are closed
     when the pipeline fails. The pipeline's own messages do not use the groups, nor does its construction, so
     a mesh outlives a pipeline that cannot be built.
@@ -168,7 +164,7 @@ def watch_over(grid: Grid, detector: FailureDetector, timeout_s: float) -> None:
     groups = [grid.group(name) for name in NAMES if name != "pp" and grid.size(name) > 1]
     groups += [grid.batch_group] if grid.batch_group not in groups else []
     present = [group for group in groups if group is not None]
-    detector.watch_over(present, grid.mesh.device_type, timeout_s)
+    detector.watch_over(present, grid.mesh.device_type)
 
 
 T = TypeVar("T")
@@ -182,11 +178,8 @@ class Replicas:
     is known, and `StoreError` as the store does. Every replica calls the same methods in the same order.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, detector: FailureDetector
-    ) -> None:
-        self.rank, self.size, self._timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
-        self._processes = dist.get_process_group_ranks(group)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, detector: FailureDetector) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._store, self._detector = detector.store.part(group), detector
         self._of_objects: ObjectCollectives | None = None
         accelerated = devices.is_accelerator(device)
@@ -197,20 +190,15 @@ class Replicas:
             self._of_hosts = self._connect("sums of hosts", accelerated=False)
 
     def _connect(self, name: str, *, accelerated: bool) -> Connection:
-        options: dict[str, Any] = {"name": name, "accelerated": accelerated, "timeout_s": self._timeout_s}
-        made = self._bounded(lambda: backend(self._store, self.rank, self.size, **options, sums=True))
-        connection = Connection(made, 0, {})
+        made = backend(self._store, name, accelerated=accelerated, sums=True)
+        connection = Connection(made, self._store.ranks)
         self._detector.cuts(connection)
         return connection
 
-    def _bounded(self, call: Callable[[], T]) -> T:
-        """The result of `call`, which waits for other replicas no longer than the timeout."""
+    def _reached(self, call: Callable[[], T]) -> T:
+        """The result of a collective, which waits for other replicas no longer than the timeout."""
         try:
             return call()
-        except PeerError as error:
-            raise error.numbered(self._processes) from error
-        except StoreError:
-            raise
         except RuntimeError as error:
             raise missing(error) from error
 
@@ -221,21 +209,20 @@ class Replicas:
     def share(self, mine: T) -> list[T]:
         """The picklable objects `mine` of all replicas, in the order of their ranks."""
         if self._of_objects is None:
-            connection = self._connect("objects", accelerated=False)
-            self._of_objects = ObjectCollectives(connection, self.rank, self.size)
-        return self._bounded(partial(self._of_objects.gather, mine))
+            self._of_objects = ObjectCollectives(self._connect("objects", accelerated=False), self.rank)
+        return self._of_objects.gather(mine)
 
     def numbers(self, mine: int) -> list[int]:
         """Each replica's number, of at most 63 bits, at the price of one message."""
         found = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         gather = self._of_hosts.backend.allgather
-        self.wait(self._bounded(lambda: gather([found], [torch.tensor([mine])])))
+        self.wait(self._reached(lambda: gather([found], [torch.tensor([mine])])))
         return [int(each) for each in found]
 
     def sum(self, numbers: Tensor) -> Transit:
         """Begins to make `numbers`, a contiguous tensor, the sum over the replicas, the same bits on all."""
         by = self._sums if devices.is_accelerator(numbers.device) else self._of_hosts
-        return self._bounded(lambda: by.backend.allreduce([numbers]))  # type: ignore[no-any-return]
+        return self._reached(lambda: by.backend.allreduce([numbers]))  # type: ignore[no-any-return]
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Copies the values of the first replica's tensors to all replicas, in place, and waits."""
@@ -244,14 +231,14 @@ class Replicas:
         there = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta]
         for bucket in buckets_of(there, bucket_bytes=BUCKET_BYTES):
             memory = bucket.fill([there[i] for i in bucket.positions]).view(torch.uint8)
-            self.wait(self._bounded(partial(self._sums.backend.broadcast, [memory], options)))
+            self.wait(self._reached(partial(self._sums.backend.broadcast, [memory], options)))
             for position, view in zip(bucket.positions, bucket.views, strict=True):
                 there[position].copy_(view)
 
     def wait(self, work: Transit) -> None:
         """Waits until the result of `work` may be used, on an accelerator by work that is enqueued later."""
         with self._detector.device_waits.waiting(None, None):
-            self._bounded(work.wait)
+            self._reached(work.wait)
 
 
 class GlobalShares(Sequence[float]):

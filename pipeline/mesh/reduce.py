@@ -159,7 +159,6 @@ def data_parallel_of(
     grid: Grid | None,
     detector: FailureDetector | None,
     device: torch.device,
-    timeout_s: float,
     bucket_bytes: int | None,
     divided: Divided | None,
     schedule: Schedule,
@@ -169,7 +168,7 @@ def data_parallel_of(
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
     replicas = None
     if grid is not None and grid.batch_group is not None and detector is not None:
-        replicas = Replicas(grid.batch_group, device, timeout_s, detector)
+        replicas = Replicas(grid.batch_group, device, detector)
     if replicas is None and divided is None:
         return None
     splits = any(action.kind is Kind.W for action in schedule)

@@ -20,14 +20,14 @@ import time
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from ..clock import Clock, conditions
-from ..errors import ActionError, PeerError, StoreError
+from ..errors import ActionError
 from ..plan.edges import Direction, Edge, chain, rings_of, turns
 from ..plan.schedule import Action, Kind, Schedule, shortened
 from ..plan.timeline import Event, Timeline
@@ -38,13 +38,11 @@ from ..transport import InProcess, StepPlan
 from .connect import (
     MOST_TENSORS,
     Network,
-    Session,
     along,
-    detector_of,
+    close,
     first_tag,
     header_chain,
     loss_route,
-    network_of,
     open_connections,
     refuse_edges,
 )
@@ -68,42 +66,33 @@ _LOSS_TAG = 2**29
 
 
 class PointToPoint:
-    """The transport of one worker in a process group whose rank k runs the stages of worker k.
+    """The transport of one worker in a network whose rank k runs the stages of worker k.
 
-    `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
-    tensors through memory; `portals` are the edges past the chain, between all stages; `detector` knows of
-    failures of all processes that end with this one, by default the ranks of the group. After a failure the
-    pipeline's own connections are closed on all ranks; `group` itself is not touched.
+    With `share_memory`, ranks on one host exchange CPU tensors through memory; `portals` are the edges past
+    the chain, between all stages; `detector` knows of failures of all processes that end with this one. After
+    a failure the pipeline's own connections are closed on all ranks; the process group is not touched.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | Network,
+        network: Network,
         schedule: Schedule,
         device: torch.device,
+        detector: FailureDetector,
         *,
-        timeout_s: float,
-        share_memory: bool = True,
-        portals: Sequence[Edge] = (),
-        detector: FailureDetector | None = None,
+        share_memory: bool,
+        portals: Sequence[Edge],
     ) -> None:
-        network = network_of(group)
-        refuse_edges(schedule, portals, accelerated=network.is_accelerated(device))
+        self._accelerated = network.is_accelerated(device)
+        refuse_edges(schedule, portals, accelerated=self._accelerated)
         self.rank, self.size = network.rank, network.size
-        self._detector = detector = detector or detector_of(network, timeout_s)
-        session = self._session = Session(network, device, detector, timeout_s=timeout_s)
-        try:
-            control, self._collectives, self._by_heading, self._of_loss, self._of_portals = open_connections(
-                session, schedule, portals, share_memory=share_memory
-            )
-        except (PeerError, StoreError) as error:
-            raise self.abort(None, error) from error
-        except Exception as error:
-            self.abort(None, error)  # the other ranks must not wait
-            raise
+        self._detector, self._synchronize = detector, partial(network.synchronize, device)
+        self._connections = open_connections(
+            network, device, detector, schedule, portals, share_memory=share_memory
+        )
         # Dropped, or when the process ends; without an accelerator nothing is on its way then.
-        self.close = weakref.finalize(self, session.close)
-        self.close.atexit = session.is_accelerated or detector.is_grid
+        self.close = weakref.finalize(self, close, network, device, detector)
+        self.close.atexit = self._accelerated or detector.is_grid
         self._full, self._device = schedule, device
         self._chain, self._portals = chain(schedule.num_stages), tuple(portals)
         self._agreements, self._agreement = Agreements(), Agreement(())
@@ -112,10 +101,10 @@ class PointToPoint:
         # sent.
         self._was_agreed = self._bounded = False
         self._own = InProcess()  # what this rank sends to itself
-        self._control = Control(control)
+        self._control = Control(self._connections.control)
         self._header = along(header_chain(schedule), self.rank)
         self._behind = next(iter(self._header.targets), None)
-        self._route = loss_route(schedule, self.rank, accelerated=session.is_accelerated)
+        self._route = loss_route(schedule, self.rank, accelerated=self._accelerated)
         self._loss: Tensor | None = None
         for source in {self._header.source, self._route.source} - {None}:
             self._control.expect(source)  # type: ignore[arg-type]
@@ -127,8 +116,8 @@ class PointToPoint:
         self._schedule, rank = schedule, self.rank
         backward = (Kind.B, Kind.I)
         self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in backward}
-        self._progress = Progress() if self._session.is_accelerated else None
-        rings = rings_of(schedule, self._portals, accelerated=self._session.is_accelerated)
+        self._progress = Progress() if self._accelerated else None
+        rings = rings_of(schedule, self._portals, accelerated=self._accelerated)
         self._senders: dict[Direction, Sender] = {}
         self._receivers, self._queues = {}, list[ReceiveQueue]()
         self._at_stage: dict[int, list[Receiver]] = {}
@@ -156,12 +145,12 @@ class PointToPoint:
 
         for source, target, back in channels(schedule):
             if rank == source:
-                sender = Sender(self._by_heading[back, target > source], target)
+                sender = Sender(self._connections.by_heading[back, target > source], target)
                 for stage, _ in turns(schedule, target, source, back=back):
                     self._senders[stage - (not back), back] = sender
             elif rank == target:
                 queue = ReceiveQueue(
-                    self._by_heading[back, target > source], source, self._progress, back=back
+                    self._connections.by_heading[back, target > source], source, self._progress, back=back
                 )
                 order = [stage for stage, _ in turns(schedule, target, source, back=back)]
                 ends = {stage: receiving(queue, (stage - (not back), back), stage) for stage in set(order)}
@@ -173,7 +162,7 @@ class PointToPoint:
                 source, target, direction = schedule.worker(start), schedule.worker(end), (edge.number, back)
                 if source == target or rank not in (source, target):
                     continue
-                connection = self._of_portals[direction]
+                connection = self._connections.portals[direction]
                 if rank == source:
                     self._senders[direction] = Sender(connection, target, edge.names[0])
                 else:
@@ -188,14 +177,12 @@ class PointToPoint:
     @property
     def shared_bytes(self) -> int:
         """Size of the receive buffers that lie in memory shared by two processes."""
-        return self._session.shared_bytes
+        return self._connections.control.shared_bytes
 
     # A step
 
     def begin(self, plan: StepPlan | None, signature: Hashable) -> StepPlan:
-        self._session.refuse_after_failure()
-        if self._detector.noticed:
-            self._detector.refuse_after_notice()
+        self._detector.refuse()
         if plan is None:
             assert self._header.source is not None
             header = self._control.receive(self._header.source, "step")
@@ -343,9 +330,9 @@ class PointToPoint:
         known, self._loss = self._agreement.loss, loss
         if known is not None:
             conform((loss,), MessageSpec((known,)), self._device, "loss")  # raises if it is another
-        elif not self._session.is_accelerated:
+        elif not self._accelerated:
             self._agreement.loss = TensorSpec.of(loss)
-        if not self._session.is_accelerated and self._route.targets:
+        if not self._accelerated and self._route.targets:
             bits = loss.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
             content = loss.dtype, tuple(loss.shape), bits.numpy().tobytes()
             for target in self._route.targets:
@@ -356,7 +343,7 @@ class PointToPoint:
         given to the device, which `close` waits for before the process may exit.
         """
         loss, self._loss = self._loss, None
-        if self._training and self._session.is_accelerated:
+        if self._training and self._accelerated:
             loss = self._pass_on(loss)
         elif self._training and self._route.source is not None:
             dtype, shape, bits = self._control.receive(self._route.source, "loss")
@@ -367,7 +354,7 @@ class PointToPoint:
         if self._progress is not None:
             self._detector.device_waits.note()
         if self._detector.noticed:
-            self._detector.refuse_after_notice()  # or garbage would reach the optimizer
+            self._detector.refuse()  # or garbage would reach the optimizer
         return loss
 
     def _pass_on(self, loss: Tensor | None) -> Tensor:
@@ -379,14 +366,16 @@ class PointToPoint:
             spec = known or TensorSpec.of(loss)
         else:
             spec = known or self._control.receive(source, "loss")
-            buffer = self._of_loss.buffer(spec, source, self._device)
-            self._of_loss.wait(self._of_loss.receive(buffer, source, _LOSS_TAG), None, source)
+            buffer = self._connections.loss.buffer(spec, source, self._device)
+            self._connections.loss.wait(
+                self._connections.loss.receive(buffer, source, _LOSS_TAG), None, source
+            )
             loss = buffer.tensor
         self._agreement.loss = spec
         for target in targets:
             if known is None:
                 self._control.send(target, "loss", spec)
-            sender = Sender(self._of_loss, target)
+            sender = Sender(self._connections.loss, target)
             sender.send([flat(loss)], _LOSS_TAG)
             sender.finish()
         return loss
@@ -399,11 +388,10 @@ class PointToPoint:
 
         Waits for the device, so that whatever it does after a failure elsewhere has been noticed.
         """
-        self._session.refuse_after_failure()
-        self._session.synchronize()
         try:
-            self._detector.refuse_after_notice()
-            yield self._collectives
+            self._synchronize()
+            self._detector.refuse()
+            yield self._connections.collectives
         except Exception as error:
             if isinstance(error, ActionError) or not self.is_let_down(error):
                 raise
@@ -415,19 +403,15 @@ class PointToPoint:
     @contextmanager
     def collectives_of_all(self) -> Iterator[ObjectCollectives]:
         """Same as `collectives`, but for all processes of the job."""
-        detector = self._detector
         with self.collectives():
-            try:
-                yield detector.object_collectives(self._session.timeout_s)
-            except PeerError as error:
-                raise error.numbered(detector.ranks) from error
+            yield self._detector.object_collectives()
 
     def is_let_down(self, error: BaseException) -> bool:
         """Whether an error says that another rank is missing."""
         return self._detector.peer_error(error) is not None
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        return self._session.abort(action, error)
+        return self._detector.end(action, error)
 
 
 def gather_timeline(

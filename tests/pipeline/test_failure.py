@@ -251,11 +251,12 @@ def test_an_error_of_a_collective_is_no_failure_of_the_action() -> None:
 def test_a_store_that_cannot_be_asked(host: int | None, silent: bool, wanted: tuple[int, str]) -> None:
     """Blames the rank that hosts it, if any; the peer's error gives the action."""
     broken = mock.Mock(side_effect=StoreError("is not there", silent=silent))
-    names = ("get", "set_first")
-    keys: Any = SimpleNamespace(host=host, is_in_rank=host is not None, **dict.fromkeys(names, broken))
+    keys: Any = SimpleNamespace(
+        host=host, is_in_rank=host is not None, ranks=range(3), rank=2, failure=broken, set_failure=broken
+    )
     rank, action = wanted
     waits = PeerError(Action.parse(action), rank, "did not answer: timed out", timed_out=True)
-    found = FailureDetector(keys, 2, range(3)).explain(waits)
+    found = FailureDetector(keys).explain(waits)
     assert (found.rank, str(found.action)) == (rank, action)
 
 
@@ -316,7 +317,7 @@ FAULTS = (
     Fault("stop", 3, 4, "shared memory", REDUCING, dp=2),
 )
 INSIDE = {
-    "while meeting": (Store, "await_all"),
+    "while meeting": (Store, "exchange"),
     "in saving": (FileSystemWriter, "write_data"),
     REDUCING: (DataParallel, "finish"),
 }

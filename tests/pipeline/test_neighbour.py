@@ -131,7 +131,7 @@ def test_where_one_rank_is_out_of_reach_all_take_the_network(
 
         others, willing = {0, 1, 2} - {rank}, why != "unwilling" or rank != 1
         options = {"device_type": "cpu", "willing": willing, "timeout_s": TIMEOUT_S}
-        return neighbours(exchange, rank, sorted(others), **options)
+        return neighbours(exchange, range(3), rank, sorted(others), **options)
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(meet, range(3))) == [{}, {}, {}]

@@ -3,19 +3,15 @@ scaling, and which optimizers may step by them.
 
 The norm is made of one norm per parameter in the model's order, wherever the stages and the parts of the
 parameters are, so that every number of stages gives the same bits. Where processes have a part of a gradient
-each, the part's norm is computed where the part is; what the parts of all gradients come to travels once for
-each dimension of the mesh along which there are parts, and is added up in the order of the ranks, so that all
-of them find the same bits. A gradient that is whole here gives the bits of the plain model; one in parts
-gives them but for the rounding of a sum of squares that is grouped by parts.
+each, the part's norm is computed where the part is, and those of all gradients travel once for each dimension
+of the mesh along which there are parts. Such a gradient's norm is the plain model's to rounding.
 
 Weights that several stages share, such as an embedding that is the output layer too, are one parameter in one
 process, and autograd adds up what its stages give it. Each further process that uses such a weight has a copy
 of it, and all copies must take the same steps. So what is in `.grad` after the last backward of a step is
 summed over the owners once, through the host's memory, and every owner gets the sum: equal optimizers then
-keep the copies equal, bit for bit. Sums round in the order in which they are made, so a model with such a
-weight agrees over numbers of stages to rounding, where any other agrees in all bits. On a grid the first
-owner sums over the replicas, too, because the stages of a weight end their backwards at different times and
-none of them knows that its gradient is whole.
+keep the copies equal, bit for bit. On a grid the first owner sums over the replicas, too, because the stages
+of a weight end their backwards at different times and none of them knows that its gradient is whole.
 """
 
 from __future__ import annotations
@@ -89,7 +85,8 @@ def _norms(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.d
         for group in groups:
             parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, mine, group=group)
-            mine = _together(torch.stack(parts), norm_type)
+            joined = torch.stack(parts)
+            mine = joined.sum(0) if norm_type == 0 else torch.linalg.vector_norm(joined, norm_type, dim=0)
         norms[places] = mine
     if norm_type == -math.inf:
         norms[[i for i, p in enumerate(parameters) if p.grad is None]] = 0.0
@@ -111,20 +108,6 @@ def _groups_of_parts(parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.Proc
             if groups:
                 found.setdefault(groups, []).append(i)
     return found
-
-
-def _together(parts: Tensor, norm_type: float) -> Tensor:
-    """The norms of whole tensors from those of their parts, one row of `parts` each."""
-    if norm_type == math.inf:
-        return parts.amax(0)
-    if norm_type == -math.inf:
-        return parts.amin(0)
-    if norm_type == 0:
-        return parts.sum(0)
-    total = torch.zeros_like(parts[0])
-    for part in parts:
-        total += part**norm_type
-    return total ** (1 / norm_type)
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -28,17 +28,15 @@ parameters, would get the numbers of another layer or parameter, or wait, withou
 each collective the replicas tell each other what they are about to do (`Announcer`), and refuse what is not
 the same.
 
-The collectives go by the process groups of the mesh, which wait no longer than the pipeline does and are cut
-when a replica fails (`ranks.failure`).
-
 The sums are sums: a replica's loss counts the examples of all replicas. After forwards alone, gathered
 parameters are given up too, or the next training step would use the weights from before the optimizer's step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -46,7 +44,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..plan.schedule import Kind, Schedule
@@ -194,8 +192,9 @@ class _Sharded:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if zero == 3:  # with 2 all fetch all of them when a step begins
-            module.set_custom_all_gather(_Gather(self))
-        module.set_custom_reduce_scatter(_Scatter(self))
+            what = f"fetches the parameters of {self._name}"
+            module.set_custom_all_gather(_Gather(partial(announcer.announce, what)))
+        module.set_custom_reduce_scatter(_Scatter(self.sums))
         if copies is not None:
             module.set_all_reduce_hook(lambda mine: dist.all_reduce(mine, group=copies))
         module.register_forward_pre_hook(self._look)  # type: ignore[attr-defined]  # every FSDPModule is one
@@ -219,10 +218,6 @@ class _Sharded:
         self._state._root_post_backward_final_callback()
         if not self._has_summed:  # torch sums nothing where there are no gradients
             self.sums()
-
-    def gathers(self) -> None:
-        """Announces that the module's parameters are about to be fetched."""
-        self._announcer.announce(f"fetches the parameters of {self._name}")
 
     def sums(self) -> None:
         """Announces that the module's gradients are about to be summed."""
@@ -248,50 +243,26 @@ class _Sharded:
                 )
 
 
-class _Allocated(Comm):
-    """Where messages are put together."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _Gather(_Allocated, AllGather):
+class _Gather(DefaultAllGather):
     """Parameters from the holders of their parts, once all are about to fetch the same."""
 
-    def __init__(self, layer: _Sharded) -> None:
-        self._layer = layer
+    def __init__(self, announce: Callable[[], None]) -> None:
+        self._announce = announce
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        self._layer.gathers()
-        work: dist.Work | None = dist.all_gather_into_tensor(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
-        return work
+    def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
+        self._announce()
+        return super().__call__(*arguments, **options)
 
 
-class _Scatter(_Allocated, ReduceScatter):
+class _Scatter(DefaultReduceScatter):
     """Gradients to the holders of their parts, once all are about to sum the same."""
 
-    def __init__(self, layer: _Sharded) -> None:
-        self._layer = layer
+    def __init__(self, announce: Callable[[], None]) -> None:
+        self._announce = announce
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._layer.sums()
-        work: dist.Work | None = dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
-        return work
+    def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
+        self._announce()
+        return super().__call__(*arguments, **options)
 
 
 class _HiddenHooks:

@@ -202,7 +202,7 @@ class FailureDetector:
             raise RuntimeError(
                 f"this pipeline has failed before ({self._failed}); build a new one on every rank"
             )
-        if self.is_over:
+        if self._is_over or self._process != os.getpid():
             raise RuntimeError("this pipeline is closed; build a new one on every rank")
         if self.noticed:
             raise self._late or PeerError(None, None, "another rank has failed", timed_out=False)

@@ -2,10 +2,9 @@
 
 Receives are posted ahead and sends are not waited for until later messages that take memory have left by the
 same way (`ends`). What a rank sends to itself stays where it is. Which shapes travel the ranks learn from the
-first real micro-batch (`ends.Control`): the model is never run on made-up data, which would move its
-batch-normalization averages and need memory of its own. The first rank numbers the kinds of steps it meets
-(shapes, dtypes, training or not) and tells the number before each step, so the other ranks need not see the
-batch.
+first real micro-batch: the model is never run on made-up data, which would move its batch-normalization
+averages and need memory of its own. The first rank numbers the kinds of steps it meets (shapes, dtypes,
+training or not) and tells the number before each step, so the other ranks need not see the batch.
 
 A portal goes straight from the rank that stashes to the one that pops. No send of one is waited for while it
 may still be on its way. Through shared memory it says itself when it has left; over a network, which says
@@ -52,7 +51,6 @@ from .ends import (
     Agreements,
     Control,
     MessageSpec,
-    Progress,
     ReceiveQueue,
     Receiver,
     Sender,
@@ -97,9 +95,7 @@ class PointToPoint:
         self._chain, self._portals = chain(schedule.num_stages), tuple(portals)
         self._agreements, self._agreement = Agreements(), Agreement(())
         self._training = True
-        # A receiver that knows no spec yet has posted nothing, and may wait for something else than it is
-        # sent.
-        self._was_agreed = self._bounded = False
+        self._bounded = False  # whether a sender waits for its oldest messages
         self._own = InProcess()  # what this rank sends to itself
         self._control = Control(self._connections.control)
         self._header = along(header_chain(schedule), self.rank)
@@ -116,7 +112,6 @@ class PointToPoint:
         self._schedule, rank = schedule, self.rank
         backward = (Kind.B, Kind.I)
         self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in backward}
-        self._progress = Progress() if self._accelerated else None
         rings = rings_of(schedule, self._portals, accelerated=self._accelerated)
         self._senders: dict[Direction, Sender] = {}
         self._receivers, self._queues = {}, list[ReceiveQueue]()
@@ -149,9 +144,7 @@ class PointToPoint:
                 for stage, _ in turns(schedule, target, source, back=back):
                     self._senders[stage - (not back), back] = sender
             elif rank == target:
-                queue = ReceiveQueue(
-                    self._connections.by_heading[back, target > source], source, self._progress, back=back
-                )
+                queue = ReceiveQueue(self._connections.by_heading[back, target > source], source, back=back)
                 order = [stage for stage, _ in turns(schedule, target, source, back=back)]
                 ends = {stage: receiving(queue, (stage - (not back), back), stage) for stage in set(order)}
                 queue.order = [ends[stage] for stage in order]
@@ -166,7 +159,7 @@ class PointToPoint:
                 if rank == source:
                     self._senders[direction] = Sender(connection, target, edge.names[0])
                 else:
-                    queue = ReceiveQueue(connection, source, self._progress, back=back)
+                    queue = ReceiveQueue(connection, source, back=back)
                     queue.order = [receiving(queue, direction, end)] * schedule.num_microbatches
                     self._queues.append(queue)
 
@@ -198,20 +191,16 @@ class PointToPoint:
         if schedule is not self._schedule:
             self._take_ends(schedule)
         agreement = self._agreements.found.get(number)
-        self._was_agreed = agreement is not None
-        # Forwards alone have no rings that would say for certain that two workers who send to each other
-        # don't wait for each other.
-        self._bounded = self._was_agreed and (self._training or not schedule.placement)
+        # A receiver that knows no spec yet has posted nothing, and may wait for something else than it is
+        # sent. Forwards alone have no rings to say that no two workers who send to each other both wait.
+        self._bounded = agreement is not None and (self._training or not schedule.placement)
         if agreement is None:
-            agreement = Agreement(sizes(found.examples, found.num_microbatches))
-            self._agreements.add(number, agreement)
+            agreement = self._agreements.add(number, sizes(found.examples, found.num_microbatches))
         self._agreement = agreement
-        if self._progress is not None:
-            self._progress.calls = 0
         for direction, receiver in self._receivers.items():
             receiver.begin(agreement.specs[direction], agreement.lengths, training=self._training)
         for queue in self._queues:
-            queue.position = 0
+            queue.position = queue.calls = 0
             if self._training or not queue.back:
                 queue.post()
         return found
@@ -246,8 +235,8 @@ class PointToPoint:
                     spec = specs[length] = spec._replace(structure=message.structure)
         tensors = conform(message.tensors, spec, self._device, self._names[direction])
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
-        if self._progress is not None and not edge.names:
-            self._go_on(self._progress)
+        if self._accelerated and not edge.names:
+            self._go_on()
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
         """Returns the message of the stage where the edge begins."""
@@ -288,8 +277,8 @@ class PointToPoint:
             self._control.send(sender.target, (direction, length), spec, target)
         tensors = conform(gradients, spec, self._device, self._names[direction])
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
-        if self._progress is not None and not edge.names:
-            self._go_on(self._progress)
+        if self._accelerated and not edge.names:
+            self._go_on()
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
         """The gradients of what was sent along an edge."""
@@ -308,16 +297,16 @@ class PointToPoint:
         return gradients
 
     def release(self, stage: int, microbatch: int) -> None:
-        if self._progress is not None:
-            self._go_on(self._progress)
+        if self._accelerated:
+            self._go_on()
         for receiver in self._at_stage.get(stage, ()):
             receiver.release(microbatch)
 
-    def _go_on(self, progress: Progress) -> None:
+    def _go_on(self) -> None:
         """Counts a call; the time of some receives may have come."""
-        progress.calls += 1
         self._detector.device_waits.note()
         for queue in self._queues:
+            queue.calls += 1
             if self._training or not queue.back:
                 queue.post()
 
@@ -333,8 +322,7 @@ class PointToPoint:
         elif not self._accelerated:
             self._agreement.loss = TensorSpec.of(loss)
         if not self._accelerated and self._route.targets:
-            bits = loss.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-            content = loss.dtype, tuple(loss.shape), bits.numpy().tobytes()
+            content = tuple(loss.shape), loss.item(), loss.dtype
             for target in self._route.targets:
                 self._control.send(target, "loss", content)
 
@@ -346,12 +334,12 @@ class PointToPoint:
         if self._training and self._accelerated:
             loss = self._pass_on(loss)
         elif self._training and self._route.source is not None:
-            dtype, shape, bits = self._control.receive(self._route.source, "loss")
-            loss = torch.frombuffer(bytearray(bits), dtype=dtype).reshape(shape).to(self._device)
+            shape, value, dtype = self._control.receive(self._route.source, "loss")
+            loss = torch.full(shape, value, dtype=dtype, device=self._device)
         for sender in self._senders.values():
             sender.finish()
         self._control.finish()
-        if self._progress is not None:
+        if self._accelerated:
             self._detector.device_waits.note()
         if self._detector.noticed:
             self._detector.refuse()  # or garbage would reach the optimizer

@@ -35,7 +35,6 @@ from ..plan.edges import Direction, Edge, refuse_other_orders
 from ..plan.schedule import Schedule
 from ..plan.walk import channels
 from .failure import FailureDetector, Store, backend, bounded, watch_in_thread
-from .launch import machine_id
 from .shared_memory import Neighbour
 from .wire import NCCL_TYPES, Connection, ObjectCollectives, TensorSpec, Transit
 
@@ -117,15 +116,11 @@ def open_connections(
     if is_accelerated:
         detector.device_waits.begin(partial(network.mark, device))
     near = neighbours(
-        store.exchange,
-        store.ranks,
-        network.rank,
+        store,
         peers(schedule, network.rank, lines),
         device_type=device.type,
         willing=share_memory and not is_accelerated,
-        timeout_s=store.timeout_s,
     )
-
     channels_of_memory = count()
 
     def connect(name: str, *, accelerated: bool = is_accelerated) -> Connection:
@@ -228,27 +223,17 @@ def close(network: Network, device: torch.device, detector: FailureDetector) -> 
 
 
 def neighbours(
-    exchange: Callable[[str, str], list[str]],
-    ranks: Sequence[int],
-    rank: int,
-    peers: Collection[int],
-    *,
-    device_type: str,
-    willing: bool,
-    timeout_s: float,
+    store: Store, peers: Collection[int], *, device_type: str, willing: bool
 ) -> dict[int, Neighbour]:
     """The `peers`, by rank, connected through local sockets, if all ranks are on this host and `willing`;
     else none, and the ranks talk through the network. All ranks call, each among the peers of its peers.
 
-    By `exchange` all learn what each of them says of something. Each rank listens on a socket for each of its
-    peers that come after it, says its name and where such names are known, and the peers connect. With a
-    socket for each nobody is taken for another.
-
-    `PeerError` for a peer that listens no more.
+    Each rank listens on a socket for each of its peers that come after it and says where, and the peers
+    connect: with a socket for each nobody is taken for another. `PeerError` for a peer that listens no more.
 
     `ValueError`, on every rank alike, where ranks are on devices of different types.
     """
-    willing = willing and sys.platform == "linux"
+    willing, rank = willing and sys.platform == "linux", store.rank
     token = secrets.token_hex(16) if willing else ""
     found: dict[int, Neighbour] = {}
     with ExitStack() as stack:
@@ -257,7 +242,7 @@ def neighbours(
             listeners[peer] = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listeners[peer].bind(_name(token, peer))
             listeners[peer].listen(1)
-        said = exchange("address", json.dumps([device_type, network_id(), token]))
+        said = store.exchange("address", json.dumps([device_type, network_id(), token]))
         types, networks, tokens = zip(*map(json.loads, said), strict=True)
         if (other := next((r for r, each in enumerate(types) if each != types[0]), None)) is not None:
             raise ValueError(
@@ -272,11 +257,11 @@ def neighbours(
             try:
                 link.connect(_name(tokens[peer], rank))
             except OSError as error:  # it has given up, because this rank has come too late
-                raise PeerError(None, ranks[peer], f"disappeared: {error}", timed_out=False) from error
-            found[peer] = Neighbour(link.dup(), timeout_s)
-        exchange("connected", "")  # so that nothing is waited for at a socket
+                raise PeerError(None, store.ranks[peer], f"disappeared: {error}", timed_out=False) from error
+            found[peer] = Neighbour(link.dup(), store.timeout_s)
+        store.exchange("connected", "")  # so that nothing is waited for at a socket
         for peer, listener in listeners.items():
-            found[peer] = Neighbour(listener.accept()[0], timeout_s)
+            found[peer] = Neighbour(listener.accept()[0], store.timeout_s)
     for one, other_one in permutations(found.values(), 2):
         one.introduce(other_one)
     return found
@@ -284,8 +269,9 @@ def neighbours(
 
 def network_id() -> str:
     """Returns a text that is equal for two processes only if they share a kernel and a network namespace."""
-    namespace = Path("/proc/self/ns/net")
-    return f"{machine_id()} {namespace.readlink() if namespace.is_symlink() else ''}"
+    kernel, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    host = kernel.read_text().strip() if kernel.exists() else socket.gethostname()
+    return f"{host} {namespace.readlink() if namespace.is_symlink() else ''}"
 
 
 def _name(token: str, rank: int) -> str:
@@ -295,21 +281,19 @@ def _name(token: str, rank: int) -> str:
     return f"\0pipeline-{token}-{rank}"
 
 
-# Which ranks send to which, and over which connections: the messages of edges, the header of a step and its
-# loss.
+# Which ranks send to which, and over which connections.
 #
 # A connection takes what is sent between two ranks in one order, so activations and gradients have one
 # each. Where ranks have several stages, activations also go down the ranks and gradients up, which gets
 # connections of its own: over NCCL a rank that waits on a connection cannot send on it. Portals have a
-# connection of their own, so that none queues behind another message; between accelerators, where messages
-# are told apart by their order alone, each edge of a portal has one there and one back.
+# connection of their own; between accelerators, where messages are told apart by their order alone, each edge
+# of a portal has one there and one back.
 #
-# Only the rank of the first stage sees the mini-batch. A header is known before anything happens, so it
-# passes from rank to rank, in the order of their first stages, along connections that are there anyway. The
-# loss becomes known in the middle of a step, while the other ranks compute; a rank that had to pass it on
-# could do so only between two actions, so the rank of the last stage tells each other rank itself. On
-# accelerators, where it is told when a step ends, it passes in the reverse order of the last stages, behind
-# the gradients.
+# Only the rank of the first stage sees the mini-batch. A step's header passes from rank to rank, in the order
+# of their first stages, along connections that are there anyway. The loss becomes known while the other ranks
+# compute, who could pass it on only between two actions, so the rank of the last stage tells each other rank
+# itself. On accelerators, where it is told when a step ends, it passes in the reverse order of the last
+# stages, behind the gradients.
 #
 #     one stage each    header 0 1 2 3    loss 3 to 0, 1 and 2    on accelerators 3 2 1 0
 #     in a V            header 0 1 2 3    loss 0 to 1, 2 and 3    on accelerators 0 1 2 3

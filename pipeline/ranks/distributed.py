@@ -58,7 +58,7 @@ from .ends import (
     conform,
 )
 from .failure import FailureDetector
-from .wire import ObjectCollectives, TensorSpec, flat
+from .wire import Connection, ObjectCollectives, TensorSpec, flat
 
 _LOSS_TAG = 2**29
 
@@ -92,7 +92,7 @@ class PointToPoint:
         self.close = weakref.finalize(self, close, network, device, detector)
         self.close.atexit = self._accelerated or detector.is_grid
         self._full, self._device = schedule, device
-        self._chain, self._portals = chain(schedule.num_stages), tuple(portals)
+        self._portals = tuple(portals)
         self._agreements, self._agreement = Agreements(), Agreement(())
         self._training = True
         self._bounded = False  # whether a sender waits for its oldest messages
@@ -109,59 +109,53 @@ class PointToPoint:
 
     def _take_ends(self, schedule: Schedule) -> None:
         """Makes this rank's ends of all edges, as the schedule needs them."""
-        self._schedule, rank = schedule, self.rank
+        self._schedule = schedule
         backward = (Kind.B, Kind.I)
         self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in backward}
         rings = rings_of(schedule, self._portals, accelerated=self._accelerated)
         self._senders: dict[Direction, Sender] = {}
         self._receivers, self._queues = {}, list[ReceiveQueue]()
         self._at_stage: dict[int, list[Receiver]] = {}
-        count = schedule.num_microbatches
-        self._tags = {
-            (edge.number, back): [
-                first_tag((edge.number, back), microbatch, count) for microbatch in range(count)
-            ]
-            for edge in (*self._chain, *self._portals)
-            for back in (False, True)
-        }
+        self._tags: dict[Direction, list[int]] = {}
         self._names: dict[Direction, str] = {}  # of what goes along an edge and back, for people
-        for edge in self._chain:
-            self._names[edge.number, False] = f"output of stage {edge.source}"
-            self._names[edge.number, True] = f"gradient of the input of stage {edge.target}"
-        for edge in self._portals:
-            self._names[edge.number, False] = name = f"portal {', '.join(map(repr, edge.names))}"
-            self._names[edge.number, True] = f"gradient of {name}"
+        for edge in (*chain(schedule.num_stages), *self._portals):
+            count, portal = schedule.num_microbatches, f"portal {', '.join(map(repr, edge.names))}"
+            self._names[edge.number, False] = portal if edge.names else f"output of stage {edge.source}"
+            of = portal if edge.names else f"the input of stage {edge.target}"
+            self._names[edge.number, True] = f"gradient of {of}"
+            for back in (False, True):
+                tags = [first_tag((edge.number, back), microbatch, count) for microbatch in range(count)]
+                self._tags[edge.number, back] = tags
 
-        def receiving(queue: ReceiveQueue, direction: Direction, stage: int) -> Receiver:
-            found = Receiver(queue, rings[direction], self._device, self._tags[direction])
-            self._receivers[direction] = found
-            self._at_stage.setdefault(stage, []).append(found)
-            return found
+        def join(
+            connection: Connection, source: int, target: int, back: bool, order: Sequence[tuple[int, int]],
+            portal: str | None = None,
+        ) -> None:  # fmt: skip
+            """Makes this rank's end of a connection; `order` has the edge and the last stage of a message."""
+            if self.rank == source:
+                sender = Sender(connection, target, portal)
+                self._senders.update(((number, back), sender) for number, _ in order)
+            elif self.rank == target:
+                queue = ReceiveQueue(connection, source, back=back)
+                for number, stage in dict.fromkeys(order):
+                    direction = number, back
+                    receiver = Receiver(queue, rings[direction], self._device, self._tags[direction])
+                    self._receivers[direction] = receiver
+                    self._at_stage.setdefault(stage, []).append(receiver)
+                queue.order = [self._receivers[number, back] for number, _ in order]
+                self._queues.append(queue)
 
         for source, target, back in channels(schedule):
-            if rank == source:
-                sender = Sender(self._connections.by_heading[back, target > source], target)
-                for stage, _ in turns(schedule, target, source, back=back):
-                    self._senders[stage - (not back), back] = sender
-            elif rank == target:
-                queue = ReceiveQueue(self._connections.by_heading[back, target > source], source, back=back)
-                order = [stage for stage, _ in turns(schedule, target, source, back=back)]
-                ends = {stage: receiving(queue, (stage - (not back), back), stage) for stage in set(order)}
-                queue.order = [ends[stage] for stage in order]
-                self._queues.append(queue)
+            order = [(stage - (not back), stage) for stage, _ in turns(schedule, target, source, back=back)]
+            join(self._connections.by_heading[back, target > source], source, target, back, order)
         for edge in self._portals:
             for back in (False, True):
                 start, end = (edge.target, edge.source) if back else edge[1:3]
-                source, target, direction = schedule.worker(start), schedule.worker(end), (edge.number, back)
-                if source == target or rank not in (source, target):
-                    continue
-                connection = self._connections.portals[direction]
-                if rank == source:
-                    self._senders[direction] = Sender(connection, target, edge.names[0])
-                else:
-                    queue = ReceiveQueue(connection, source, back=back)
-                    queue.order = [receiving(queue, direction, end)] * schedule.num_microbatches
-                    self._queues.append(queue)
+                source, target = schedule.worker(start), schedule.worker(end)
+                if source != target:
+                    order = [(edge.number, end)] * schedule.num_microbatches
+                    connection = self._connections.portals[edge.number, back]
+                    join(connection, source, target, back, order, edge.names[0])
 
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""

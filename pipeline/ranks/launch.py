@@ -1,11 +1,9 @@
-"""Starts one process per stage on this host, and says what it is held to.
+"""Starts one process per stage on this host, and says what it is held to: compute threads, a core, and how
+memory comes from the system. On CPUs the stages compete for cores unless told otherwise, and glibc gives
+every large tensor back to the system when it is freed, only to fault its pages in again a moment later.
 
 For several hosts, or to start a script, use `torchrun` (docs/running.md); a script calls `start_process`
 itself.
-
-That is compute threads, a core, and how memory comes from the system. On CPUs the stages compete for cores
-unless told otherwise, and glibc gives every large tensor back to the system when it is freed, only to fault
-its pages in again a moment later: thousands of page faults a step.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context, resource_tracker
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,7 +113,7 @@ def check_devices(device: str, num_processes: int) -> str:
     count = devices.count(kind)
     if kind != "cpu" and count < num_processes:
         raise ValueError(
-            f"{_number(num_processes, 'process', 'processes')}, {_number(count, 'GPU', 'GPUs')}: each "
+            f"{num_processes} process{'es' * (num_processes != 1)}, {count} GPU{'s' * (count != 1)}: each "
             f"process takes a device of type {kind} of its own; start "
             + (f"at most {count}, or " if count else "")
             + "all of them on the CPU with device='cpu'"
@@ -159,10 +156,6 @@ def start_process(
         dist.destroy_process_group()
 
 
-def _number(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
-
-
 def _run(
     rank: int,
     function: Callable[..., Any],
@@ -192,13 +185,12 @@ def _run(
 
 # glibc's mallopt parameters and a size that no tensor of a micro-batch exceeds.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BYTES = -1, -3, 2**30
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _cores: list[set[int]] = []  # that this process had before it was pinned
 
 
 def prepare_process(local_rank: int, *, threads: int = 1, pin: bool = True) -> None:
-    """Gives this process `threads` compute threads, the cores of its turn and an allocator that keeps what it
-    has.
+    """Gives this process `threads` compute threads, the cores of its turn and, with glibc, an allocator that
+    keeps freed memory for the next allocation.
 
     With `pin`, local rank r gets the r-th of the allowed cores, or the r-th run of `threads` cores; ranks
     beyond the last core start over, so that stages share cores evenly. That is for stages that compute on
@@ -214,19 +206,6 @@ def prepare_process(local_rank: int, *, threads: int = 1, pin: bool = True) -> N
             _cores.append(set(cores))
             os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, _cores[0]))
         os.sched_setaffinity(0, cores[first : first + threads])
-    keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory for the next allocation; does nothing where there is no glibc."""
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
-
-
-def machine_id() -> str:
-    """Returns a text that is equal for two processes only if one kernel runs both."""
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+    if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)

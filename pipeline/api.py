@@ -33,7 +33,7 @@ from .model.parts import OwnLayers, Part, follow
 from .plan.edges import Edge
 from .plan.schedule import Remat, Schedule
 from .plan.timeline import Timeline
-from .ranks.connect import Network, detector_of, network_of
+from .ranks.connect import Network
 from .ranks.distributed import PointToPoint, gather_timeline
 from .ranks.failure import FailureDetector
 from .stage.layers import LossFn
@@ -142,9 +142,10 @@ class Pipeline(nn.Module):
         if mesh is not None:
             self.grid, detector = join(mesh, timeout_s)
             group = self.grid.group("pp")
-        self.group, network = group, None if group is None else network_of(group)
+        self.group = group
+        network = group if group is None or isinstance(group, Network) else Network(group)
         if network is not None and detector is None:
-            detector = detector_of(network, timeout_s)
+            detector = network.detector(timeout_s)
         # A rank that fails before its pipeline is there must not be waited for.
         with nullcontext() if detector is None else detector.building():
             self._divided, self._compilation = divided_over(self.grid, zero), compilation_of(compile)

@@ -13,10 +13,8 @@ something to a pipeline get their meaning, once, so that nobody else asks a mesh
 
 A *replica* is a pipeline that takes a share of the batch of its own: there are dp x fsdp of them.
 
-What the replicas of a stage tell and send each other goes by connections of their own, beside the messages of
-the pipeline, and is waited for no longer than `timeout_s` (`Replicas`). Gradients travel in buckets, because
-a collective costs the same few messages whatever it moves; all replicas begin the same ones in the same
-order.
+Gradients travel in buckets, because a collective costs the same few messages whatever it moves; all replicas
+begin the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import devices
 from ..errors import PeerError
 from ..plan.links import BUCKET_BYTES, bucket_bytes_of
-from ..ranks.failure import FailureDetector, Store, backend, bounded, missing
+from ..ranks.failure import FailureDetector, Store, backend, bounded, missing, watch_in_thread
 from ..ranks.wire import Connection, ObjectCollectives, TensorSpec, Transit
 
 NAMES = ("dp", "fsdp", "pp", "tp")
@@ -147,7 +145,7 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
 
     with detector.building():
         store.exchange("here", "")
-        detector.watch()
+        detector.watch(watch_in_thread)
         try:  # torch connects processes, and would wait as long as the user's process group says
             grid.batch_group = bounded(batch_group, timeout_s, store.failure)
         except TimeoutError as error:
@@ -162,9 +160,8 @@ def watch_over(grid: Grid, detector: FailureDetector) -> None:
     a mesh outlives a pipeline that cannot be built.
     """
     groups = [grid.group(name) for name in NAMES if name != "pp" and grid.size(name) > 1]
-    groups += [grid.batch_group] if grid.batch_group not in groups else []
-    present = [group for group in groups if group is not None]
-    detector.watch_over(present, grid.mesh.device_type)
+    known = [group for group in dict.fromkeys((*groups, grid.batch_group)) if group is not None]
+    detector.watch_over(known, grid.mesh.device_type)
 
 
 T = TypeVar("T")
@@ -172,10 +169,11 @@ T = TypeVar("T")
 
 class Replicas:
     """The processes of `group`, which run the same stage of one pipeline each, here on `device`. All of them
-    make it; a failure that the `detector` learns of cuts what connects them.
+    make it, and call the same methods in the same order. What connects them is theirs alone; a failure that
+    the `detector` learns of cuts it.
 
-    What waits for other replicas raises `PeerError` if one is missing, with its number in the job where that
-    is known, and `StoreError` as the store does. Every replica calls the same methods in the same order.
+    What waits for other replicas does so no longer than the timeout, and raises `PeerError` if one is missing
+    and `StoreError` as the store does.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, detector: FailureDetector) -> None:
@@ -252,19 +250,15 @@ class GlobalShares(Sequence[float]):
         self._lengths, self._replicas = lengths, replicas
         self._examples = torch.tensor([sum(lengths)], dtype=torch.float64)
         self._work: Transit | None = replicas.sum(self._examples)
-        self._shares: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
         return len(self._lengths)
 
     def __getitem__(self, index: Any) -> Any:
-        if self._shares is None:
-            assert self._work is not None
+        if self._work is not None:
             self._replicas.wait(self._work)
             self._work = None  # it would keep the connection open
-            examples = int(self._examples)
-            self._shares = tuple([length / examples for length in self._lengths])
-        return self._shares[index]
+        return self._lengths[index] / int(self._examples)
 
 
 class FlatBucket:

@@ -260,7 +260,7 @@ class _Scatter(DefaultReduceScatter):
     def __init__(self, announce: Callable[[], None]) -> None:
         self._announce = announce
 
-    def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
+    def __call__(self, *arguments: Any, **options: Any) -> dist.Work:
         self._announce()
         return super().__call__(*arguments, **options)
 

@@ -63,6 +63,10 @@ class Network:
         """Returns a connected store with keys for one more pipeline."""
         return Store(self._group, timeout_s)
 
+    def detector(self, timeout_s: float) -> FailureDetector:
+        """Returns a failure detector for the ranks of one more pipeline."""
+        return FailureDetector(self.store(timeout_s), now=self.now, sleep=self.sleep)
+
     def bounded(
         self, device: torch.device, call: Callable[[], T], limit_s: float, given_up: Callable[[], bool]
     ) -> T:
@@ -75,16 +79,6 @@ class Network:
                 return call()
 
         return bounded(on_device, limit_s, given_up)
-
-
-def network_of(group: dist.ProcessGroup | Network) -> Network:
-    """The network of a process group; one that is given stays as it is."""
-    return group if isinstance(group, Network) else Network(group)
-
-
-def detector_of(network: Network, timeout_s: float) -> FailureDetector:
-    """Returns a failure detector for the ranks of a single pipeline."""
-    return FailureDetector(network.store(timeout_s), now=network.now, sleep=network.sleep)
 
 
 class Connections(NamedTuple):

@@ -214,17 +214,16 @@ class FailureDetector:
 
     # Watching
 
-    def watch(self, watch: Watch | None = None) -> None:
+    def watch(self, watch: Watch) -> None:
         """Looks for failures beside everything else from now on.
 
         On CPUs a rank waits for its neighbours' connections, which break when they fail. A GPU waits without
         its host knowing, so on GPUs somebody has to look; and on a grid, where a rank may wait for one that
         only waits for the one that failed. A store that has not answered for as long as a rank may take is a
-        failure too, and so is a device that has waited as long. `watch` is how to look again and again; a
-        thread by default.
+        failure too, and so is a device that has waited as long. `watch` is how to look again and again.
         """
         look = WeakMethod(self._look)  # the thread must not keep a pipeline alive
-        self._stop = (watch or watch_in_thread)(lambda: (mine := look()) is None or mine(), _LOOK_S)
+        self._stop = watch(lambda: (mine := look()) is None or mine(), _LOOK_S)
 
     def _look(self) -> bool:
         """Whether there is nothing to look for any more."""

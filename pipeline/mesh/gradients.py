@@ -114,10 +114,9 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for the gradients of a pipeline; made by `Pipeline.scaler`.
 
     torch's skips an optimizer's step, and lowers its scale, where it finds an infinite gradient among the
-    parameters that it sees. Over processes each rank sees its own, so that some would take a step which the
-    others skip, with another scale from then on. Here what a rank finds is told to all others before any
-    decides: `step` and `unscale_` wait for all ranks, which must call them alike; a rank that does not come
-    ends the pipeline as in a step. `state_dict` is the same on every rank.
+    parameters that it sees, which over processes are those of one rank. Here what a rank finds is told to
+    all others before any decides: `step` and `unscale_` wait for all ranks, which must call them alike; a
+    rank that does not come ends the pipeline as in a step. `state_dict` is the same on every rank.
     """
 
     def __init__(self, pipeline: Any, device: str, **options: Any) -> None:
@@ -161,8 +160,8 @@ def decides_for(scaler: torch.amp.GradScaler, pipeline: Any) -> bool:
 
 
 def refuse_optimizers(pipeline: nn.Module) -> None:
-    """From now on `ValueError` where an optimizer would step by what this process has of a `pipeline` over
-    processes, and would not do what it does with the plain model.
+    """From now on `ValueError` for an optimizer that would do something else with one rank's part of a
+    `pipeline` than with the plain model.
     """
     watched = ref(pipeline)
 
@@ -196,10 +195,8 @@ class Tie:
 def find_ties(
     named: Sequence[tuple[str, nn.Module]], spans: Iterable[range], homes: Sequence[int]
 ) -> tuple[Tie, ...]:
-    """The parameters with several places in the layers; `homes` are the ranks of the stages.
-
-    A layer's name stands before those of its parameters; without one they have the model's names already, and
-    a module that several layers use has but one.
+    """The parameters with several places in the layers; `homes` are the ranks of the stages. Parameters of a
+    layer without a name have the model's names already.
     """
     places: dict[nn.Parameter, list[tuple[str, int]]] = {}
     for stage, span in enumerate(spans):
@@ -218,9 +215,8 @@ def find_ties(
 
 
 class TiedWeights:
-    """This rank's part in keeping the copies of the `ties` equal that it has in its part of the `model`.
-    `over_replicas` gives the sum of what the replicas of this rank bring, each a gradient of the parameter or
-    None; it is None where there are no replicas.
+    """Keeps the copies of the `ties` equal that this rank has in its part of the `model`. `over_replicas`
+    gives the sum of the gradients of a parameter that the replicas of this rank bring, where there are any.
     """
 
     def __init__(

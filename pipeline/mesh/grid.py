@@ -1,8 +1,5 @@
 """Where a process is in the grid of a job: which pipeline it belongs to, who else holds the same stage, and
-who ends with it.
-
-torch's `DeviceMesh` gives the ranks of a job places along named dimensions. Here the four names that mean
-something to a pipeline get their meaning, once, so that nobody else asks a mesh:
+who ends with it. Nobody else asks torch's `DeviceMesh`, which gives ranks places along named dimensions:
 
     pp    the workers of a pipeline, in order
     dp    pipelines beside each other, each with all parameters, which take shares of a batch
@@ -93,10 +90,6 @@ class Grid:
         """Processes along a dimension; 1 where the mesh does not have it."""
         return self._sizes.get(name, 1)
 
-    def index(self, name: str) -> int:
-        """This process's place along a dimension, from 0; 0 where the mesh does not have it."""
-        return self._place.get(name, 0)
-
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The processes along a dimension, with this one; None where the mesh does not have it."""
         return self.mesh.get_group(name) if name in self else None
@@ -126,9 +119,8 @@ class Grid:
 
 def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
     """The grid of a mesh whose dimensions are named, and what is known of failures in it: all ranks of the
-    mesh end together (`ranks.failure`). Every rank of the mesh must call.
-
-    `ValueError` as `Grid` raises it; `ActionError` names a rank that does not come within the timeout.
+    mesh end together. Every rank of the mesh must call; `ActionError` names one that does not come within
+    the timeout.
     """
     grid = Grid(mesh)
     everybody, pipeline = dist.group.WORLD, grid.group("pp")
@@ -156,8 +148,7 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
 
 def watch_over(grid: Grid, detector: FailureDetector) -> None:
     """From now on the timeout bounds every collective in the groups of the mesh, and the groups are closed
-    when the pipeline fails. The pipeline's own messages do not use the groups, nor does its construction, so
-    a mesh outlives a pipeline that cannot be built.
+    when the pipeline fails. Its construction does not use them, so a mesh outlives one that cannot be built.
     """
     groups = [grid.group(name) for name in NAMES if name != "pp" and grid.size(name) > 1]
     known = [group for group in dict.fromkeys((*groups, grid.batch_group)) if group is not None]
@@ -240,10 +231,8 @@ class Replicas:
 
 
 class GlobalShares(Sequence[float]):
-    """The share of each micro-batch of this replica in the examples of all replicas.
-
-    How many the others have is asked at once and waited for when somebody wants to know, which is behind the
-    first forward.
+    """The share of each micro-batch of this replica in the examples of all replicas. How many the others
+    have is asked at once and waited for when somebody wants to know, which is behind the first forward.
     """
 
     def __init__(self, lengths: Sequence[int], replicas: Replicas) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import Assignment, Device, check_arguments, compilation_of
 from .errors import check_equal
-from .mesh.gradients import GradScaler, Tie, TiedWeights, clip, decides_for, refuse_optimizers
+from .mesh.gradients import GradScaler, Tie, TiedWeights, clip, refuse_optimizers
 from .mesh.grid import Grid, Replicas, join, watch_over
 from .mesh.reduce import data_parallel_of, divided_over
 from .model.parts import OwnLayers, Part, follow
@@ -333,7 +333,7 @@ class Pipeline(nn.Module):
                 "pipeline(inputs)"
             )
             raise self._steps.refused(disabled)
-        if scaler is not None and self.group is not None and not decides_for(scaler, self):
+        if scaler is not None and self.group is not None and getattr(scaler, "pipeline", None) is not self:
             alone = ValueError(
                 "this scaler would decide on every rank by that rank's gradients alone; make it with "
                 "pipeline.scaler() on every rank"

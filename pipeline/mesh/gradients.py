@@ -116,24 +116,21 @@ class GradScaler(torch.amp.GradScaler):
     torch's skips an optimizer's step, and lowers its scale, where it finds an infinite gradient among the
     parameters that it sees, which over processes are those of one rank. Here what a rank finds is told to
     all others before any decides: `step` and `unscale_` wait for all ranks, which must call them alike; a
-    rank that does not come ends the pipeline as in a step. `state_dict` is the same on every rank.
+    rank that does not come ends the pipeline as in a step. A rank without trainable parameters passes None
+    for the optimizer. `state_dict` is the same on every rank.
     """
 
     def __init__(self, pipeline: Any, device: str, **options: Any) -> None:
         super().__init__(device, **options)
-        self._pipeline = pipeline
+        self.pipeline = pipeline
 
     def step(self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
-        """Does what torch's does. A rank without trainable parameters passes None and joins the decision."""
+        """Does what torch's does, on a rank without an optimizer joining the decision."""
         if optimizer is not None:
             return super().step(optimizer, *args, **kwargs)
         if self._enabled and not self._per_optimizer_states[id(None)]["found_inf_per_device"]:
-            self.unscale_(None)
+            self.unscale_(None)  # type: ignore[arg-type]
         return None
-
-    def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Does what torch's does. A rank without trainable parameters passes None."""
-        super().unscale_(optimizer)  # type: ignore[arg-type]
 
     def _unscale_grads_(
         self,
@@ -147,16 +144,11 @@ class GradScaler(torch.amp.GradScaler):
         if optimizer is not None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = found or {found_inf.device: found_inf}  # of a rank without gradients
-        if self._pipeline.group is not None:
-            anywhere = any(self._pipeline.gather(any(bool(flag) for flag in found.values())))
+        if self.pipeline.group is not None:
+            anywhere = any(self.pipeline.gather(any(bool(flag) for flag in found.values())))
             for flag in found.values():
                 flag.fill_(float(anywhere))
         return found
-
-
-def decides_for(scaler: torch.amp.GradScaler, pipeline: Any) -> bool:
-    """Whether the decisions of `scaler` hold for all ranks of `pipeline`."""
-    return isinstance(scaler, GradScaler) and scaler._pipeline is pipeline
 
 
 def refuse_optimizers(pipeline: nn.Module) -> None:

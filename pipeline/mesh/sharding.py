@@ -11,25 +11,15 @@ times forward, perhaps M times again, and M times backward in a step:
     zero=3   F F F F R B R B R B R B       gathers      in every F, R and B of a layer
                                            scatters     in every B of a layer
 
-What is alive of a layer with P bytes of parameters among n holders (shards are padded to equal rows):
-
-    always                    P / n of parameters, and as much for each state of the optimizer
-    between steps             P / n of gradients, from the first step to `zero_grad`
-    zero=2, the whole step    P of gathered parameters from the beginning of the step to the layer's last
-                              backward; P of gradients from its first backward to its last
-    zero=3, while it runs     P of gathered parameters in F, R and B, of one layer at a time; P of gradients
-                              in its B
-    a gather                  P more, the message, until it is copied into the parameters
-    a scatter                 P more, the message, beside P of gradients until it is copied; then P and the
-                              P / n that becomes the gradient
+What that takes says `memory.grids`.
 
 torch matches collectives by their order alone. A replica that leaves a layer out, or has gradients of other
 parameters, would get the numbers of another layer or parameter, or wait, without an error. So before
 each collective the replicas tell each other what they are about to do (`Announcer`), and refuse what is not
 the same.
 
-The sums are sums: a replica's loss counts the examples of all replicas. After forwards alone, gathered
-parameters are given up too, or the next training step would use the weights from before the optimizer's step.
+After forwards alone, gathered parameters are given up too, or the next training step would use the weights
+from before the optimizer's step.
 """
 
 from __future__ import annotations
@@ -94,9 +84,7 @@ def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None
 
 
 class Shards(Reduction):
-    """The `Reduction` of a stage whose layers are sharded: tells FSDP2 which backward is the last. Which
-    parameters are trained, torch looks up when it gathers them.
-    """
+    """The `Reduction` of a stage whose layers are sharded: tells FSDP2 which backward is the last."""
 
     def __init__(self, stage: Stage, zero: int, grid: Grid, replicas: Replicas) -> None:
         self._stage, self._zero = stage, zero
@@ -243,26 +231,23 @@ class _Sharded:
                 )
 
 
-class _Gather(DefaultAllGather):
-    """Parameters from the holders of their parts, once all are about to fetch the same."""
+class _Announced:
+    """A collective that runs once all holders are about to do the same, which `announce` says."""
 
     def __init__(self, announce: Callable[[], None]) -> None:
         self._announce = announce
 
-    def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         self._announce()
-        return super().__call__(*arguments, **options)
+        return super().__call__(*arguments, **options)  # type: ignore[misc]
 
 
-class _Scatter(DefaultReduceScatter):
-    """Gradients to the holders of their parts, once all are about to sum the same."""
+class _Gather(_Announced, DefaultAllGather):
+    """Parameters from the holders of their parts."""
 
-    def __init__(self, announce: Callable[[], None]) -> None:
-        self._announce = announce
 
-    def __call__(self, *arguments: Any, **options: Any) -> dist.Work:
-        self._announce()
-        return super().__call__(*arguments, **options)
+class _Scatter(_Announced, DefaultReduceScatter):
+    """Gradients to the holders of their parts."""
 
 
 class _HiddenHooks:
@@ -279,9 +264,8 @@ class _HiddenHooks:
 
     def come(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Runs before torch's hook."""
-        self._strides = []
-        if torch.is_grad_enabled():
-            self._strides = [leaf.stride() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        leaves = tree_leaves(inputs) if torch.is_grad_enabled() else ()
+        self._strides = [leaf.stride() for leaf in leaves if isinstance(leaf, Tensor)]
 
     def enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Runs after torch's hook."""
@@ -300,13 +284,12 @@ class _HiddenHooks:
 
     def leave(self, _: nn.Module, inputs: Any, output: Any) -> Any:
         """Runs before torch's hook behind the layer."""
-        return tree_map(_as_no_view, output)
 
+        def as_no_view(leaf: Any) -> Any:
+            is_view = isinstance(leaf, Tensor) and leaf.requires_grad and leaf._base is not None
+            return _NoView.apply(leaf, leaf.stride()) if is_view else leaf
 
-def _as_no_view(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._base is not None:
-        return _NoView.apply(leaf, leaf.stride())
-    return leaf
+        return tree_map(as_no_view, output)
 
 
 class _NoView(torch.autograd.Function):

@@ -170,8 +170,7 @@ def warm_up(
     NCCL connects two ranks when the first message passes between them, and the host stands still until both
     are there, for ever if one of them has failed. In a step that would hold up the pipeline, without a bound.
     So the ranks meet in pairs, each meeting in a thread that is left behind if the other rank does not come
-    in time. (All connections at once, by collective initialization, would be simpler; but then one stream
-    would carry the messages to both neighbours, one after another.)
+    in time.
     """
     pairs: dict[tuple[int, int], list[FirstMessage]] = {}
     for connection, source, target in first_messages:

@@ -99,7 +99,6 @@ class PointToPoint:
         self._own = InProcess()  # what this rank sends to itself
         self._control = Control(self._connections.control)
         self._header = along(header_chain(schedule), self.rank)
-        self._behind = next(iter(self._header.targets), None)
         self._route = loss_route(schedule, self.rank, accelerated=self._accelerated)
         self._loss: Tensor | None = None
         for source in {self._header.source, self._route.source} - {None}:
@@ -175,8 +174,8 @@ class PointToPoint:
             header = self._control.receive(self._header.source, "step")
         else:
             header = self._agreements.number(signature), tuple(plan)
-        if self._behind is not None:
-            self._control.send(self._behind, "step", header)
+        for target in self._header.targets:
+            self._control.send(target, "step", header)
         number, sent = header
         found = StepPlan(*sent)
         self._training, schedule = found.training, self._full
@@ -305,10 +304,9 @@ class PointToPoint:
                 queue.post()
 
     def send_loss(self, loss: Tensor) -> None:
-        """Where the host waits for messages, the loss leaves when the last micro-batch is forward, though
-        backwards are still to come: in a V the last stage is on the first rank, whose row is the longest, and
-        nobody should wait for its end to learn a number. On accelerators it needs all actions of its rank,
-        and passes along when all else is done.
+        """Where the host waits for messages, the loss leaves at once, though backwards are still to come: in
+        a V the last stage is on the first rank, whose row is the longest. On accelerators it needs all
+        actions of its rank, and passes along when all else is done.
         """
         known, self._loss = self._agreement.loss, loss
         if known is not None:
@@ -341,23 +339,20 @@ class PointToPoint:
 
     def _pass_on(self, loss: Tensor | None) -> Tensor:
         """The loss of a training step, from accelerator to accelerator."""
-        source, targets = self._route
-        known = self._agreement.loss
+        (source, targets), known, connection = self._route, self._agreement.loss, self._connections.loss
         if source is None:
             assert loss is not None
             spec = known or TensorSpec.of(loss)
         else:
             spec = known or self._control.receive(source, "loss")
-            buffer = self._connections.loss.buffer(spec, source, self._device)
-            self._connections.loss.wait(
-                self._connections.loss.receive(buffer, source, _LOSS_TAG), None, source
-            )
+            buffer = connection.buffer(spec, source, self._device)
+            connection.wait(connection.receive(buffer, source, _LOSS_TAG), None, source)
             loss = buffer.tensor
         self._agreement.loss = spec
         for target in targets:
             if known is None:
                 self._control.send(target, "loss", spec)
-            sender = Sender(self._connections.loss, target)
+            sender = Sender(connection, target)
             sender.send([flat(loss)], _LOSS_TAG)
             sender.finish()
         return loss

@@ -69,10 +69,8 @@ class _Sending(NamedTuple):
 
 
 class Sender:
-    """The end from which messages leave for rank `target`.
-
-    No send of a portal, whose name is given, is waited for while it may still be on its way, and its tensors
-    must not be changed in place before they have arrived.
+    """The end from which messages leave for rank `target`. No send of a portal, whose name is given, is
+    waited for while it may be on its way, and its tensors must not be changed in place before they arrive.
     """
 
     def __init__(self, connection: Connection, target: int, portal: str | None = None) -> None:
@@ -82,8 +80,8 @@ class Sender:
     def send(
         self, tensors: list[Tensor], tag: int, action: Action | None = None, *, bounded: bool = False
     ) -> None:
-        """Starts to send flat tensors, with `tag` and the following ones, to `action`, which an error will
-        name; if `bounded`, waits for the oldest one where it is one too many.
+        """Starts to send flat tensors, with `tag` and the following ones, to `action`, for errors; if
+        `bounded`, waits for the oldest one where it is one too many.
         """
         queue, send, target = self._queue, self._connection.send, self.target
         works = [send(tensor, target, tag + i, action) for i, tensor in enumerate(tensors) if tensor.numel()]
@@ -149,10 +147,9 @@ def changed(what: str) -> RuntimeError:
 
 
 class ReceiveQueue:
-    """The receives of one direction from one rank, which are posted in one order: NCCL takes what comes for
-    the receive that was posted first. `order` has the receiver of each. On accelerators receives wait for
-    their number of `calls` that the transport has had in a step (`plan.edges`): messages of the chain that
-    have left the rank, and micro-batches that a stage is done with.
+    """The receives of one direction from one rank, which are posted in one order, as NCCL matches them;
+    `order` has the receiver of each. On accelerators receives wait for their number of `calls` in a step
+    (`plan.edges`): messages of the chain that have left, and micro-batches that a stage is done with.
     """
 
     def __init__(self, connection: Connection, source: int, *, back: bool) -> None:

@@ -1,13 +1,10 @@
 """One failure, known to every rank at once.
 
-When a rank raises, its neighbours wait for messages that will never come. Here the ranks tell each other by
-one key of the process group's store, whose first value is what all ranks raise.
-
-A rank that raises writes the failure and then closes its connections. A wait on a closed connection fails at
-once; its rank reads the failure, raises the same error and closes its own connections, and so on along the
-pipeline. A rank that was killed or stopped writes nothing. Then the first that waits for it in vain writes
-whom it waited for, and that rank may itself only wait. If the store does not answer either, it is the process
-that holds it.
+A rank that raises writes the failure into the process group's store, where the first one counts, and then
+closes its connections. A wait on a closed connection fails at once; its rank reads the failure, raises the
+same error and closes its own connections, and so on along the pipeline. A rank that was killed or stopped
+writes nothing. Then the first that waits for it in vain writes whom it waited for, and that rank may itself
+only wait. Where a connection breaks and the store is gone too, it is the process that held it.
 
 Under plain `env://` rendezvous the store lives in a thread of rank 0. If that process is stopped (a debugger,
 a full swap, SIGSTOP) its kernel still accepts requests, and no answer comes back: `check`, `compare_set`,
@@ -56,13 +53,9 @@ Watch = Callable[[Callable[[], bool], float], Callable[[], None]]
 class FailureDetector:
     """Knows the failures among processes that end together, and reports those of this process to the others.
 
-    For a pipeline alone these are its ranks. On a grid they are those of all its pipelines, because these
-    wait for each other once a step; each rank then has its number in the job. Code outside the pipeline may
-    use the groups of a mesh in the middle of an action (`fully_shard`, tensor-parallel layers). So these
-    groups wait no longer than the pipeline does, and are closed with it.
-
-    `store` has the keys that all of them share, and `of_pipeline` those of this process's pipeline, by
-    default the same; `coordinates` says where a rank is on the grid, if there is one.
+    For a pipeline alone these are its ranks, on a grid those of all its pipelines, because these wait for
+    each other once a step; each rank then has its number in the job. `store` has the keys that all of them
+    share, and `of_pipeline` those of this process's pipeline; `coordinates` says where a rank is on the grid.
     """
 
     def __init__(
@@ -91,7 +84,7 @@ class FailureDetector:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """For all of the making of a pipeline: whatever is raised ends it on all ranks. `ActionError` where
+        """Around the making of a pipeline: whatever is raised ends it on all ranks, as an `ActionError` where
         another rank has failed or is missing.
         """
         try:
@@ -113,7 +106,9 @@ class FailureDetector:
         return self._of_all
 
     def watch_over(self, groups: Iterable[dist.ProcessGroup], device_type: str) -> None:
-        """Bounds every wait in these groups from now on, and closes the groups if a rank fails."""
+        """Bounds every wait in these groups, which code outside the pipeline (`fully_shard`, tensor-parallel
+        layers) uses in the middle of an action, and closes the groups if a rank fails.
+        """
         for group in groups:
             for kind in dict.fromkeys(("cpu", device_type)):
                 with suppress(RuntimeError):  # a group need not have a backend for each
@@ -124,9 +119,7 @@ class FailureDetector:
                     self._groups.append(Connection(found, ()))
 
     def cuts(self, connection: Connection, *, at_notice: bool = True) -> None:
-        """Another connection that is cut when a rank fails, be it this one, or only this one, and closed at
-        the end.
-        """
+        """Another connection that is closed at the end, and cut when any rank fails, or only this one."""
         self._connections.append((connection, at_notice))
 
     # A failure
@@ -138,8 +131,8 @@ class FailureDetector:
         return peer_error_of(error) if self.is_grid else None
 
     def end(self, action: Action | None, error: BaseException) -> ActionError:
-        """Ends everything because of an error on any rank, once. Returns what happened, as far as it is
-        known. An error after the end in good order stays on this rank.
+        """Ends everything because of an error on any rank, once, and returns what happened. An error after
+        the end in good order stays on this rank.
         """
         if self._failed is not None:
             return self._failed
@@ -148,14 +141,10 @@ class FailureDetector:
             return mine
         self._stop_watching()
         missing = self.peer_error(error)
-        if missing is None:
-            self._failed = self._report(mine)
-        elif self._late is not None:  # the error is of a connection that was cut because of that
-            self._failed = self.explain(self._late)
-        else:
-            if isinstance(missing, StoreError):
-                missing = PeerError(None, None, str(missing), timed_out=False)
-            self._failed = self.explain(missing)
+        if isinstance(missing, StoreError):
+            missing = PeerError(None, None, str(missing), timed_out=False)
+        # A wait of the device that was late is why other connections were cut.
+        self._failed = self._report(mine) if missing is None else self.explain(self._late or missing)
         self._cut_all()
         return self._failed
 
@@ -217,10 +206,10 @@ class FailureDetector:
     def watch(self, watch: Watch) -> None:
         """Looks for failures beside everything else from now on.
 
-        On CPUs a rank waits for its neighbours' connections, which break when they fail. A GPU waits without
-        its host knowing, so on GPUs somebody has to look; and on a grid, where a rank may wait for one that
-        only waits for the one that failed. A store that has not answered for as long as a rank may take is a
-        failure too, and so is a device that has waited as long. `watch` is how to look again and again.
+        On CPUs a rank waits for its neighbours' connections, which break when they fail. Somebody has to look
+        on GPUs, which wait without their host knowing, and on a grid, where a rank may wait for one that only
+        waits for the one that failed. A store that has not answered for the timeout is a failure too, and so
+        is a device that has waited as long. `watch` is how to look again and again.
         """
         look = WeakMethod(self._look)  # the thread must not keep a pipeline alive
         self._stop = watch(lambda: (mine := look()) is None or mine(), _LOOK_S)
@@ -289,11 +278,8 @@ def watch_in_thread(look: Callable[[], bool], interval_s: float) -> Callable[[],
 
 
 def peer_error_of(error: BaseException) -> PeerError | None:
-    """The `PeerError` for an exception of a collective of torch's; None for any other.
-
-    Collectives that are not ours (those of `fully_shard`, of tensor-parallel layers) run in the middle of an
-    action and must not pass for a failure of the action. torch has types for some of these exceptions, and
-    those of gloo name it.
+    """The `PeerError` for an exception of a collective of torch's, which must not pass for a failure of the
+    action in which it runs; None for any other. torch has types for some of them, and those of gloo name it.
     """
     is_of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     return missing(error) if is_of_gloo or isinstance(error, dist.DistError) else None
@@ -346,9 +332,8 @@ class Store:
     """The keys of one pipeline, or of one grid, in the store through which its process group was set up.
 
     Ranks that begin their pipelines on the group in the same order get the same keys, so a store is the first
-    thing that a pipeline makes, before anything of its own can fail. `ranks` are those that build it, if not
-    all of the group do, by their numbers in it. Every method raises `StoreError` when the store does not
-    answer or is gone.
+    thing that a pipeline makes. `ranks` are those that do, if not all of the group, by their numbers in it.
+    Every method raises `StoreError` when the store does not answer or is gone.
 
     Attributes:
         ranks: what errors call the ranks

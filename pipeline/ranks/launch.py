@@ -49,10 +49,8 @@ def launch(
 
     `function` must be importable by name and its results picklable. If a process fails, the others are ended
     and a `torch.multiprocessing.spawn.ProcessException` shows the failure. An interrupt ends all of them and
-    is raised; on Linux they end with this process, whatever ends it.
-
-    The processes talk to each other by the loopback interface: no other host reaches the store that they meet
-    in, nor, on CPUs, their connections, unless GLOO_SOCKET_IFNAME names another interface.
+    is raised; on Linux they end with this process, whatever ends it. No other host reaches the store that
+    they meet in, nor, on CPUs, their connections, unless GLOO_SOCKET_IFNAME names another interface.
 
     `device` is "cpu", "cuda" or another type of accelerator, of which every process gets one, or "auto": an
     accelerator each where there is any, else the CPU. `ValueError`, before anything is started, where there
@@ -133,9 +131,9 @@ def start_process(
     its device.
 
     `device` is as in `launch`: `ValueError` where this host has fewer accelerators than processes. Where
-    CUDA_VISIBLE_DEVICES shows a process one alone, as schedulers do, that one is its own. A process
-    that drives an accelerator is not held to one core, whatever `pin` says, and its CUDA device has a queue
-    for each stream, unless CUDA_DEVICE_MAX_CONNECTIONS is set. On exit the process group is destroyed.
+    CUDA_VISIBLE_DEVICES shows a process one alone, as schedulers do, that one is its own. `pin` is for CPUs.
+    A CUDA device has a queue for each stream, unless CUDA_DEVICE_MAX_CONNECTIONS is set. On exit the process
+    group is destroyed.
     """
     os.environ.setdefault(*_QUEUES)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -193,9 +191,8 @@ def prepare_process(local_rank: int, *, threads: int = 1, pin: bool = True) -> N
     keeps freed memory for the next allocation.
 
     With `pin`, local rank r gets the r-th of the allowed cores, or the r-th run of `threads` cores; ranks
-    beyond the last core start over, so that stages share cores evenly. That is for stages that compute on
-    CPUs: in front of an accelerator the main thread, the engine of the backward and the threads of the
-    network would take turns on the one core, and the device would wait for them.
+    beyond the last core start over. That is for stages that compute on CPUs: in front of an accelerator all
+    threads of the process would take turns on the one core, and the device would wait for them.
     """
     torch.set_num_threads(threads)
     if pin and hasattr(os, "sched_setaffinity"):

@@ -1,10 +1,9 @@
 """Messages between two processes of one host through memory that both map.
 
-gloo serves every message with threads of its own, which on CPUs compete with the stages for their cores:
-several wake-ups and system calls a message, and the data travels through the kernel twice. Between processes
-of one host the sender can instead copy straight into the buffer that the receiver has posted, and a few bytes
-on a local socket say so. No thread is involved; a process moves its messages along whenever it posts or
-waits. A process that dies closes its socket, so that its neighbours know at once.
+gloo serves every message with threads of its own, which on CPUs compete with the stages for their cores, and
+the data travels through the kernel twice. Here the sender copies straight into the buffer that the receiver
+has posted, and a few bytes on a local socket say so. No thread is involved; a process moves its messages
+along whenever it posts or waits. A process that dies closes its socket, so that its neighbours know at once.
 
     receiver   empty --- post(tag, place) ----------------- wait ............ arrived
     sender                       '--> knows the place   copy, done(tag) ------'
@@ -43,10 +42,9 @@ Key = tuple[int, int]  # channel and tag
 class Memory:
     """Bytes that a neighbour maps and writes, in whole pages. They are free when no tensor lives in them.
 
-    A layer may pass its input or the gradient of its output on as it is, or a view of it; autograd may make a
-    gradient that arrives the `.grad` of a parameter; a hook may keep what it sees. All of them then live in
-    the memory that a message came into, for as long as they like, and nobody announces it. torch counts the
-    tensors of every storage, so memory is used again only when its owner's is the only one left.
+    What a message brought may live on in an output, a `.grad` or a hook, as it is or as a view, and nobody
+    announces it. torch counts the tensors of every storage, so memory is used again only when its owner's is
+    the only one left.
     """
 
     __slots__ = ("address", "bytes", "is_used", "number", "own")

@@ -1,10 +1,9 @@
 """Messages from rank to rank: through shared memory to neighbours on this host, else through
 torch.distributed.
 
-Outside of steps all ranks of a group find out small things together, rarely (`ObjectCollectives`): whether
-all ranks build the same, what happened when, and sums of weights that ranks share. torch's collectives wait
-as long as the user's process group says, half an hour by default, and cannot say for whom. Here each rank
-waits for every other one by itself, so that an error names the one that is missing.
+Outside of steps all ranks find out small things together, rarely (`ObjectCollectives`). torch's collectives
+wait as long as the user's process group says, and cannot say for whom. Here each rank waits for every other
+one by itself, so that an error names the one that is missing.
 """
 
 from __future__ import annotations
@@ -79,9 +78,9 @@ class Buffer(NamedTuple):
 class DeviceWaits:
     """The ranks that an accelerator waits for, in the order of its waits.
 
-    The host goes on while its device waits, and would not know that the device waits in vain. So an event (a
-    mark) is recorded behind every wait that the device is given, and behind what it computes. The thread that
-    watches the rank looks for the first mark that the device has not reached. `now` is a clock in seconds.
+    The host goes on while its device waits, perhaps in vain. So an event (a mark) is recorded behind every
+    wait that the device is given, and behind what it computes, and the thread that watches the rank looks for
+    the first mark that the device has not reached. `now` is a clock in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -241,9 +240,7 @@ class Connection:
                     work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Ends the connection in good order, when everything sent is gone. With gloo, whose threads and
-        sockets end then, it takes 10 ms for each rank. Closing again does nothing.
-        """
+        """Ends the connection in good order, when everything sent is gone. Closing again does nothing."""
         for neighbour in self._neighbours.values():
             neighbour.close()
         if self.backend is None:

@@ -90,13 +90,11 @@ class DataParallel:
 
     def reduction(self, stage: Stage) -> Reduction:
         """Returns the reduction that joins the gradients of a stage of this process."""
-        over_replicas: Reduction | None = None
+        found = Reduction()
         if self.replicas is not None and (self._divided is None or not self._divided.by_shards):
-            over_replicas = Buckets(stage, self.replicas, self._bucket_bytes, splits=self._splits)
-        found = over_replicas
+            found = Buckets(stage, self.replicas, self._bucket_bytes, splits=self._splits)
         if self._divided is not None:
-            found = self._divided.reduction(stage, over_replicas, self.replicas)
-        assert found is not None
+            found = self._divided.reduction(stage, found, self.replicas)
         self._stages.append(stage)
         self._alike += stage.parameters
         self._reductions[stage.index] = found
@@ -238,13 +236,10 @@ class Buckets(Reduction):
                 for position, mark in zip(bucket.positions, bucket.marks.tolist(), strict=True):
                     if not mark:
                         self._parameters[position].grad = None
-        self._forget()
+        self.reset()
 
     def reset(self) -> None:
         self._unhook()
-        self._forget()
-
-    def _forget(self) -> None:
         self._sent = []
         for bucket in self._buckets:
             bucket.empty()
@@ -341,14 +336,12 @@ class Divided:
         if self._sharding is not None:
             self._sharding.shard_layers(layers, self._grid, self._zero)
 
-    def reduction(
-        self, stage: Stage, over_replicas: Reduction | None, replicas: Replicas | None
-    ) -> Reduction:
+    def reduction(self, stage: Stage, over_replicas: Reduction, replicas: Replicas | None) -> Reduction:
         """What joins a stage's gradients; `over_replicas` does where they are whole."""
         if self._sharding is not None:
             return self._sharding.Shards(stage, self._zero, self._grid, replicas)  # type: ignore[no-any-return]
         assert self._tensor_parallel is not None, "one of the two divides"
-        return self._tensor_parallel.Layouts(stage, over_replicas or Reduction())  # type: ignore[no-any-return]
+        return self._tensor_parallel.Layouts(stage, over_replicas)  # type: ignore[no-any-return]
 
 
 def divided_over(grid: Grid | None, zero: int | None) -> Divided | None:

@@ -145,6 +145,8 @@ class Layouts(Reduction):
 
     def __init__(self, stage: Stage, over_replicas: Reduction) -> None:
         self._replicas = over_replicas
+        self.before, self.after = over_replicas.before, over_replicas.after  # type: ignore[method-assign]
+        self.reset = over_replicas.reset  # type: ignore[method-assign]
         found = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
         self._parameters = [parameter for parameter in found if isinstance(parameter, DTensor)]
         self._cut: set[DTensor] = set()
@@ -161,12 +163,6 @@ class Layouts(Reduction):
                 parameter.grad = _one_part(parameter.grad, placements)
         self._replicas.begin()
 
-    def before(self, kind: Kind, m: int, *, last: bool) -> None:
-        self._replicas.before(kind, m, last=last)
-
-    def after(self, kind: Kind, m: int, *, last: bool) -> None:
-        self._replicas.after(kind, m, last=last)
-
     def finish(self) -> None:
         """Waits for the replicas, and sums partial gradients; all processes along `tp` must call it."""
         self._replicas.finish()
@@ -176,9 +172,6 @@ class Layouts(Reduction):
                 if any(placement.is_partial() for placement in gradient.placements):
                     self._summed[parameter] = gradient.placements
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-    def reset(self) -> None:
-        self._replicas.reset()
 
 
 def _part_of_whole(placements: tuple[Placement, ...], gradient: Tensor) -> Tensor | None:

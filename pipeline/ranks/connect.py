@@ -268,25 +268,20 @@ def network_id() -> str:
 
 
 def _name(token: str, rank: int) -> str:
-    """Where a rank connects to: abstract, so that no file could stay behind. The token's 128 random bits come
-    from the store alone, so only the right rank can listen there.
-    """
+    """Where a rank connects to; abstract, so that no file could stay behind."""
     return f"\0pipeline-{token}-{rank}"
 
 
 # Which ranks send to which, and over which connections.
 #
 # A connection takes what is sent between two ranks in one order, so activations and gradients have one
-# each. Where ranks have several stages, activations also go down the ranks and gradients up, which gets
-# connections of its own: over NCCL a rank that waits on a connection cannot send on it. Portals have a
+# each, in each direction: over NCCL a rank that waits on a connection cannot send on it. Portals have a
 # connection of their own; between accelerators, where messages are told apart by their order alone, each edge
 # of a portal has one there and one back.
 #
-# Only the rank of the first stage sees the mini-batch. A step's header passes from rank to rank, in the order
-# of their first stages, along connections that are there anyway. The loss becomes known while the other ranks
-# compute, who could pass it on only between two actions, so the rank of the last stage tells each other rank
-# itself. On accelerators, where it is told when a step ends, it passes in the reverse order of the last
-# stages, behind the gradients.
+# A step's header passes from rank to rank, in the order of their first stages. The loss becomes known while
+# the other ranks compute, who could pass it on only between two actions, so the rank of the last stage tells
+# each other rank itself. On accelerators it passes in the reverse order of the last stages when a step ends.
 #
 #     one stage each    header 0 1 2 3    loss 3 to 0, 1 and 2    on accelerators 3 2 1 0
 #     in a V            header 0 1 2 3    loss 0 to 1, 2 and 3    on accelerators 0 1 2 3
@@ -334,9 +329,7 @@ def refuse_edges(schedule: Schedule, portals: Sequence[Edge], *, accelerated: bo
 
 
 def peers(schedule: Schedule, rank: int, portals: Sequence[Edge] = ()) -> set[int]:
-    """The ranks that `rank` exchanges messages with in a step, where hosts wait for them: tensors, the header
-    and the loss.
-    """
+    """The ranks that `rank` exchanges messages with in a step, where hosts wait for them."""
     pairs = {(source, target) for source, target, _ in channels(schedule)}
     pairs |= {(schedule.worker(edge.source), schedule.worker(edge.target)) for edge in portals}
     pairs |= set(pairwise(header_chain(schedule)))

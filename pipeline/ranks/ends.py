@@ -203,9 +203,7 @@ class Receiver:
             return False
         microbatch, queue = self._unposted[0], self.queue
         spec = self._specs.get(self._lengths[microbatch])
-        if spec is None:
-            return False
-        if self._after and queue.calls < self._after[microbatch]:
+        if spec is None or (self._after and queue.calls < self._after[microbatch]):
             return False
         self._unposted.popleft()
         buffer, receive = queue.connection.buffer, queue.connection.receive
@@ -260,9 +258,7 @@ class Agreement:
 
 
 class Agreements:
-    """The agreements of the latest kinds of steps, by the numbers that the first rank gives them. The oldest
-    are forgotten, on every rank alike.
-    """
+    """The agreements of the latest kinds of steps, by the numbers that the first rank gives them."""
 
     def __init__(self) -> None:
         self.found: dict[int, Agreement] = {}

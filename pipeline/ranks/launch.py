@@ -86,11 +86,11 @@ def launch(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     found: dict[int, bytes] = {}
     try:
-        while not context.join(_LOOK_S):
+        is_over = False
+        while not is_over:
+            is_over = context.join(_LOOK_S)
             while not results.empty():  # a pipe that is full would hold up who writes into it
                 found.update([results.get()])
-        while not results.empty():
-            found.update([results.get()])
     finally:
         for process in context.processes:
             process.kill()

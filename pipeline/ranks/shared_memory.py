@@ -241,25 +241,20 @@ class Neighbour:
             try:
                 written = self._link.sendmsg([record], ancillary or [])
             except BlockingIOError:
-                self._wait_writable()
+                # Until the other process has read some of its many records; it may wait for the same here.
+                poll = select.poll()
+                poll.register(self._link, select.POLLIN | select.POLLOUT)
+                found = poll.poll(self._timeout_s * 1e3)
+                if not found:
+                    raise RuntimeError(f"timed out after {self._timeout_s:g} s") from None
+                if found[0][1] & ~select.POLLOUT:
+                    self._read()
                 continue
             except OSError as error:
                 raise RuntimeError(f"connection closed: {error}") from error
             if written == len(record):
                 return
             record, ancillary = record[written:], None
-
-    def _wait_writable(self) -> None:
-        """Until the other process has read some of its many records; it may be waiting for the same of this
-        one.
-        """
-        poll = select.poll()
-        poll.register(self._link, select.POLLIN | select.POLLOUT)
-        found = poll.poll(self._timeout_s * 1e3)
-        if not found:
-            raise RuntimeError(f"timed out after {self._timeout_s:g} s")
-        if found[0][1] & ~select.POLLOUT:
-            self._read()
 
 
 def _map(descriptor: int, size: int) -> Tensor:

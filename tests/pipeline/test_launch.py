@@ -219,8 +219,10 @@ def test_one_gpu_alone_takes_what_the_engine_asks_of_nccl() -> None:
     with itself, short ones and such as take many blocks of the network's buffers, if they are grouped.
     """
     device = torch.device("cuda")
-    keys: Any = types.SimpleNamespace(under=lambda name: dist.HashStore(), has_failed=lambda: False)
-    alone = failure.backend(keys, 0, 1, name="alone", accelerated=True, timeout_s=60.0)
+    keys: Any = types.SimpleNamespace(
+        under=lambda name: dist.HashStore(), failure=lambda: None, ranks=(0,), rank=0, timeout_s=60.0
+    )
+    alone = failure.backend(keys, "alone", accelerated=True)
     assert alone.name() == "nccl"  # by which the engine tells how to cut a connection
     for num_elements in (1, 1000, 2**20, 2**26):
         sent = torch.arange(num_elements, dtype=torch.float32, device=device)

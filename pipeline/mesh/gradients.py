@@ -1,10 +1,9 @@
 """What is done with all gradients of a step together: sums of weights that several stages share, clipping,
 scaling, and which optimizers may step by them.
 
-The norm is made of one norm per parameter in the model's order, wherever the stages and the parts of the
-parameters are, so that every number of stages gives the same bits. Where processes have a part of a gradient
-each, the part's norm is computed where the part is, and those of all gradients travel once for each dimension
-of the mesh along which there are parts. Such a gradient's norm is the plain model's to rounding.
+The norm is made of one norm per parameter in the model's order, so that every number of stages gives the same
+bits. Where processes have a part of a gradient each, the norms of parts travel once for each dimension of the
+mesh along which there are parts, and the gradient's norm is the plain model's to rounding.
 
 Weights that several stages share, such as an embedding that is the output layer too, are one parameter in one
 process, and autograd adds up what its stages give it. Each further process that uses such a weight has a copy

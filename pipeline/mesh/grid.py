@@ -109,11 +109,8 @@ class Grid:
         return found
 
     def coordinates(self, rank: int) -> str:
-        """Where a rank of the job is, as in "dp=1 pp=0"."""
-        found = (self.mesh.mesh == rank).nonzero().tolist()
-        if not found:
-            raise ValueError(f"rank {rank} is not in the mesh, which has the ranks {self.ranks}")
-        place = dict(zip(self._sizes, found[0], strict=True))
+        """Where a rank of the mesh is, as in "dp=1 pp=0"."""
+        place = dict(zip(self._sizes, (self.mesh.mesh == rank).nonzero()[0].tolist(), strict=True))
         return " ".join(f"{name}={place[name]}" for name in NAMES if name in place)
 
 

@@ -47,10 +47,7 @@ class DataParallel:
         self._alike: list[nn.Parameter] = []  # of the stages, with the values of the first replica
 
     def start_alike(self, plan: object, model: nn.Module) -> None:
-        """Copies the first replica's parameters and buffers to all replicas.
-
-        `ValueError` if a replica's parameters, buffers or plan for them differ.
-        """
+        """Copies the first replica's parameters and buffers to all; `ValueError` if these or plans differ."""
         if self.replicas is None:
             return
         values = [*model.named_parameters(), *model.named_buffers()]
@@ -61,8 +58,7 @@ class DataParallel:
             self.replicas.copy_from_first([local(value) for _, value in values])
 
     def _go_on_alike(self) -> None:
-        """Copies the first replica's new parameters, added to a layer or to a loss module, to all replicas.
-
+        """Copies the first replica's new parameters, of a layer or a loss module, to all replicas.
         `ValueError` if the replicas' new parameters differ, or if two stages would sum the same parameter.
         """
         now = [parameter for stage in self._stages for parameter in stage.parameters]

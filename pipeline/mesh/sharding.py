@@ -13,10 +13,9 @@ times forward, perhaps M times again, and M times backward in a step:
 
 What that takes says `memory.grids`.
 
-torch matches collectives by their order alone. A replica that leaves a layer out, or has gradients of other
-parameters, would get the numbers of another layer or parameter, or wait, without an error. So before
-each collective the replicas tell each other what they are about to do (`Announcer`), and refuse what is not
-the same.
+torch matches collectives by their order alone, so a replica that leaves a layer out, or has gradients of
+other parameters, would get wrong numbers, or wait, without an error. So before each collective the replicas
+tell each other what they are about to do (`Announcer`), and refuse what is not the same.
 
 After forwards alone, gathered parameters are given up too, or the next training step would use the weights
 from before the optimizer's step.
@@ -98,9 +97,8 @@ class Shards(Reduction):
         self._watched = False
 
     def begin(self) -> None:
-        """The parameters of the step are fetched while the stage waits for its first micro-batch.
-
-        `ValueError` for a parameter that is not divided, whose gradients nobody would sum.
+        """Fetches the parameters of the step while the stage waits for its first micro-batch. `ValueError`
+        for a parameter that is not divided, whose gradients nobody would sum.
         """
         if any(not is_divided(parameter) for parameter in self._stage.trainable):
             raise ValueError(
@@ -253,10 +251,10 @@ class _Scatter(_Announced, DefaultReduceScatter):
 class _HiddenHooks:
     """Hides torch's hooks around a layer from what the layer and its neighbours do with their tensors.
 
-    The hook before makes views of the inputs, and a view has other strides where a dimension has the length
-    1. Kernels choose the layout of their results by strides, and a mask follows the layout: a recomputation,
-    which has a graph, would drop other elements than the forward, which has none. Nor may such a view be
-    changed in place. The hook behind is lost where somebody changes a view that leaves the layer in place.
+    The hook before makes views of the inputs, which have other strides where a dimension has the length 1.
+    Layouts of results follow strides, and masks the layouts: a recomputation, which has a graph, would drop
+    other elements than the forward. Nor may such a view be changed in place. The hook behind is lost where
+    somebody changes a view that leaves the layer in place.
     """
 
     def __init__(self) -> None:
@@ -279,8 +277,7 @@ class _HiddenHooks:
             stride = next(strides)
             return _NoView.apply(leaf, stride) if leaf.requires_grad else leaf
 
-        found: tuple[Any, ...] = tree_map(as_it_came, inputs)
-        return found
+        return tree_map(as_it_came, inputs)  # type: ignore[no-any-return]
 
     def leave(self, _: nn.Module, inputs: Any, output: Any) -> Any:
         """Runs before torch's hook behind the layer."""

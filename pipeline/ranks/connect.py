@@ -222,8 +222,7 @@ def neighbours(
     else none, and the ranks talk through the network. All ranks call, each among the peers of its peers.
 
     Each rank listens on a socket for each of its peers that come after it and says where, and the peers
-    connect: with a socket for each nobody is taken for another. `PeerError` for a peer that listens no more.
-
+    connect: with a socket for each nobody is taken for another. `PeerError` for a peer that listens no more;
     `ValueError`, on every rank alike, where ranks are on devices of different types.
     """
     willing, rank = willing and sys.platform == "linux", store.rank

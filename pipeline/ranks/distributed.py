@@ -319,9 +319,7 @@ class PointToPoint:
                 self._control.send(target, "loss", content)
 
     def finish(self) -> Tensor | None:
-        """When this returns, all sends are gone if the host waits for messages; on an accelerator all are
-        given to the device, which `close` waits for before the process may exit.
-        """
+        """When this returns, all sends are gone, or given to an accelerator, which `close` waits for."""
         loss, self._loss = self._loss, None
         if self._training and self._accelerated:
             loss = self._pass_on(loss)

@@ -167,10 +167,8 @@ class ReceiveQueue:
 
 
 class Receiver:
-    """The end at which messages arrive; `tags` is the first tag of the message of each micro-batch.
-
-    A message comes into memory of its own, which lives as long as somebody holds its tensors. As many are
-    posted as the ring has slots (`plan.edges`).
+    """The end at which messages arrive, as many as the ring has slots (`plan.edges`), each in memory of its
+    own; `tags` is the first tag of the message of each micro-batch.
     """
 
     def __init__(self, queue: ReceiveQueue, rings: Rings, device: torch.device, tags: Sequence[int]) -> None:

@@ -12,9 +12,8 @@ a full swap, SIGSTOP) its kernel still accepts requests, and no answer comes bac
 question is put by a thread of its own, which is left behind if no answer comes, and through a connection that
 nobody else uses.
 
-Backends are torch.distributed's own, made directly on the process group's store. `dist.new_group` would do
-the same, but names a group by how many the process has seen already, so that ranks with different pasts wait
-for each other forever.
+Backends are torch.distributed's own, made directly on the process group's store. `dist.new_group` names a
+group by how many the process has seen already, so that ranks with different pasts wait for each other forever.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ class FailureDetector:
         return ActionError(action, cause, rank, self._coordinates(rank) if rank in self.store.ranks else "")
 
     def _report(self, error: ActionError) -> ActionError:
-        """Writes a failure and returns the one that counts: the first that any rank wrote."""
+        """Writes a failure and returns the first that any rank wrote."""
         mine = {"action": str(error.action or ""), "rank": error.rank, "cause": error.cause}
         try:
             return self._read(self.store.set_failure(json.dumps(mine)))
@@ -296,21 +295,19 @@ def missing(error: BaseException) -> PeerError:
 
 # The store
 
-# The longest that a store takes to say what is known of failures while its host lives: it needs microseconds
-# of processor time, of which its process may be short.
+# The longest that a store takes to say what is known of failures while its host lives, perhaps on a busy
+# machine.
 ANSWER_S = 10.0
 _ASK_S = 0.1  # between two questions whether a call is given up
-# Two connections for all pipelines of a group, which outlive them: for questions, and for what waits in the
-# store for long and holds the lock of its connection, such as a backend. Where one is given up, its thread
-# still holds that lock, so the next pipeline connects anew.
+# Two connections for all pipelines of a group: for questions, and for what waits in the store for long and
+# holds the lock of its connection. Where one is given up, its thread still holds that lock, so the next
+# pipeline connects anew.
 _connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDictionary()
 
 
 def bounded(call: Callable[[], T], limit_s: float, given_up: Callable[[], object] | None = None) -> T:
-    """Returns or raises what `call` does. `TimeoutError` if it takes longer than `limit_s`, or if
-    `given_up`, which is called now and then, returns something true.
-
-    `call` runs in a thread, which a timeout leaves behind; the thread does not keep the process from ending.
+    """Returns or raises what `call` does in a thread of its own. `TimeoutError`, which leaves the thread
+    behind, if it takes longer than `limit_s`, or if `given_up()`, which is asked now and then, is true.
     """
     outcome: Future[T] = Future()
 

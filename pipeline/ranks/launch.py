@@ -76,8 +76,8 @@ def launch(
     own = get_context(START_METHOD)
     results, connected = own.SimpleQueue(), own.Barrier(num_processes)
     given = (function, num_processes, port, results, connected, threads, pin, device, *arguments)
-    # A keyboard's interrupt goes to all processes of a terminal. One that is just starting would say so with
-    # a traceback out of the middle of an import; so it inherits this thread's mask, until `_run` lifts it.
+    # A process that is just starting would answer a keyboard's interrupt with a traceback out of an import;
+    # so it inherits this thread's mask, until `_run` lifts it.
     resource_tracker.ensure_running()  # which lets interrupts through again once it has started
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -57,10 +57,8 @@ class Memory:
 
 
 class Neighbour:
-    """This process's end of the connection to one other process.
-
-    Messages of one channel and tag arrive in the order in which they are sent, in buffers in the order in
-    which these are posted. Every method may raise `RuntimeError` when the other process is gone.
+    """This process's end of the connection to one other process. Messages of one channel and tag arrive in
+    order. Every method may raise `RuntimeError` when the other process is gone.
     """
 
     def __init__(self, link: socket.socket, timeout_s: float) -> None:
@@ -128,9 +126,8 @@ class Neighbour:
         del self._mine[memory.bytes.data_ptr()]
 
     def post(self, channel: int, tag: int, buffer: Tensor) -> Arrival:
-        """Lets the next message of this channel and tag come into a buffer made by `empty`.
-
-        The other process learns of it at the next `flush`, `send` or wait.
+        """Lets the next message of this channel and tag come into a buffer made by `empty`, of which the
+        other process learns at the next `flush`, `send` or wait.
         """
         memory = self._mine[buffer.data_ptr()]
         self._unwritten += _RECORD.pack(_POSTED, channel, tag, memory.number, 0)

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -139,22 +138,22 @@ class Connection:
     """Messages of one kind between all ranks, which errors call `ranks`. Those of one direction and tag
     arrive in order.
 
-    Through `neighbours` messages of this `channel` go beside the network. With `types`, those of the network,
-    tensors of other types travel as bytes; `waits` is where a wait that holds up an accelerator alone is
-    noted.
+    Messages to and from `neighbours` take this `channel` of their shared memory. With `types`, those of the
+    network, tensors of other types travel as bytes; waits that hold up an accelerator alone are noted in
+    `waits`.
     """
 
     def __init__(
         self,
         backend: Any,
         ranks: Sequence[int],
-        neighbours: Mapping[int, Neighbour] = MappingProxyType({}),
+        neighbours: Mapping[int, Neighbour] | None = None,
         channel: int = 0,
         *,
         types: frozenset[torch.dtype] | None = None,
         waits: DeviceWaits | None = None,
     ) -> None:
-        self.backend, self.ranks, self._neighbours, self._channel = backend, ranks, neighbours, channel
+        self.backend, self.ranks, self._neighbours, self._channel = backend, ranks, neighbours or {}, channel
         self._types, self._waits = types, waits
 
     @property
@@ -316,11 +315,10 @@ class ObjectCollectives:
         """A tensor of the shape and dtype of `like`, on its device."""
         if not self._receive(TensorSpec((1,), (1,), torch.bool), source, _NUMBER_TAG):
             return None
+        if not like.numel():
+            return torch.empty_like(like)
         tensor_spec = TensorSpec.of(torch.empty(like.shape, dtype=like.dtype, device="meta"))
-        received = (
-            self._receive(tensor_spec, source, _TENSOR_TAG) if like.numel() else torch.empty(like.shape)
-        )
-        return received.to(like.device, like.dtype)
+        return self._receive(tensor_spec, source, _TENSOR_TAG).to(like.device)
 
     def _send(self, tensor: Tensor, target: int, tag: int) -> None:
         self._connection.wait(self._connection.send(tensor, target, tag), None, target)

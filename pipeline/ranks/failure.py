@@ -13,7 +13,7 @@ question is put by a thread of its own, which is left behind if no answer comes,
 nobody else uses.
 
 Backends are torch.distributed's own, made directly on the process group's store. `dist.new_group` names a
-group by how many the process has seen already, so that ranks with different pasts wait for each other forever.
+group by how many the process has seen, so that ranks with different pasts wait for each other forever.
 """
 
 from __future__ import annotations

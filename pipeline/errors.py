@@ -36,7 +36,9 @@ class PeerError(RuntimeError):
     missing. On a grid `peer` is numbered in the job.
     """
 
-    def __init__(self, action: Action | None, peer: int | None, what: str, *, timed_out: bool) -> None:
+    def __init__(
+        self, action: Action | None, peer: int | None, what: str, *, timed_out: bool = False
+    ) -> None:
         self.action, self.peer, self.timed_out = action, peer, timed_out
         self.cause = what if peer is None else f"rank {peer} {what}"
         super().__init__(self.cause)

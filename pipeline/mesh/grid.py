@@ -139,7 +139,7 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
             grid.batch_group = bounded(batch_group, timeout_s, store.failure)
         except TimeoutError as error:
             what = f"not all ranks connected within {timeout_s:g} s"
-            raise PeerError(None, None, what, timed_out=True) from error
+            raise PeerError(None, None, what) from error
     return grid, detector
 
 

@@ -249,7 +249,7 @@ def neighbours(
             try:
                 link.connect(_name(tokens[peer], rank))
             except OSError as error:  # it has given up, because this rank has come too late
-                raise PeerError(None, store.ranks[peer], f"disappeared: {error}", timed_out=False) from error
+                raise PeerError(None, store.ranks[peer], f"disappeared: {error}") from error
             found[peer] = Neighbour(link.dup(), store.timeout_s)
         store.exchange("connected", "")  # so that nothing is waited for at a socket
         for peer, listener in listeners.items():

@@ -141,7 +141,7 @@ class FailureDetector:
         self._stop_watching()
         missing = self.peer_error(error)
         if isinstance(missing, StoreError):
-            missing = PeerError(None, None, str(missing), timed_out=False)
+            missing = PeerError(None, None, str(missing))
         # A wait of the device that was late is why other connections were cut.
         self._failed = self._report(mine) if missing is None else self.explain(self._late or missing)
         self._cut_all()
@@ -193,7 +193,7 @@ class FailureDetector:
         if self._is_over or self._process != os.getpid():
             raise RuntimeError("this pipeline is closed; build a new one on every rank")
         if self.noticed:
-            raise self._late or PeerError(None, None, "another rank has failed", timed_out=False)
+            raise self._late or PeerError(None, None, "another rank has failed")
 
     @property
     def is_over(self) -> bool:
@@ -288,9 +288,8 @@ def missing(error: BaseException) -> PeerError:
     """Returns a `PeerError` for the error of a collective, which does not tell which rank it waited for."""
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     what = cleaned(next(lines, type(error).__name__))
-    timed_out = "timed out" in what.lower() or "timeout" in what.lower()
     remedy = "where no replica has failed, give all of them equally many mini-batches"
-    return PeerError(None, None, f"a collective failed: {what}; {remedy}", timed_out=timed_out)
+    return PeerError(None, None, f"a collective failed: {what}; {remedy}")
 
 
 # The store
@@ -416,7 +415,7 @@ class Store:
         except TimeoutError as error:
             self.give_up()
             if given_up is not None and given_up():
-                raise PeerError(None, None, "another rank has failed", timed_out=False) from None
+                raise PeerError(None, None, "another rank has failed") from None
             self._failed = StoreError(f"did not answer: {error}", silent=True)
         except (PeerError, StoreError):
             raise
@@ -465,7 +464,7 @@ def backend(store: Store, name: str, *, accelerated: bool, sums: bool = False) -
     except (RuntimeError, TimeoutError) as error:
         store.give_up()
         cause = f"not all ranks connected within {timeout_s:g} s: {str(error).splitlines()[0]}"
-        raise PeerError(None, None, cause, timed_out=True) from error
+        raise PeerError(None, None, cause) from error
 
 
 def nccl_options(nccl: Any, *, sums: bool) -> Any:

@@ -265,7 +265,7 @@ def unreachable(action: Action | None, peer: int, error: RuntimeError) -> PeerEr
     text = cleaned(lines[0])
     if "timed out" in text.lower():
         return PeerError(action, peer, f"did not answer: {text}", timed_out=True)
-    return PeerError(action, peer, f"disappeared: {text}", timed_out=False)
+    return PeerError(action, peer, f"disappeared: {text}")
 
 
 def cleaned(line: str) -> str:

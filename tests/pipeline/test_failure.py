@@ -80,9 +80,7 @@ def an_action_fails_and_every_rank_says_which() -> None:
         pipeline = ranks.pipeline(layers, 4, remat="always", timeout_s=PATIENCE_S)
         start_s = time.monotonic()
         try:
-            for _ in range(
-                2
-            ):  # a late stage may have finished its part of the step in which an early one fails
+            for _ in range(2):  # a late stage may have finished its part of the step in which an early fails
                 pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
         except ActionError as caught:
             found = caught

@@ -330,6 +330,7 @@ class Control:
             buffer, work = posted.popleft()
             self._connection.wait(work, action, source)
             data = buffer.tensor.numpy().tobytes()
+            del buffer  # the next frame may take its memory
             end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
             if end > len(data):
                 rest = TensorSpec((end - len(data),), (1,), torch.uint8)

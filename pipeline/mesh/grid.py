@@ -144,9 +144,7 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
 
 
 def watch_over(grid: Grid, detector: FailureDetector) -> None:
-    """From now on the timeout bounds every collective in the groups of the mesh, and the groups are closed
-    when the pipeline fails. Its construction does not use them, so a mesh outlives one that cannot be built.
-    """
+    """From now on the timeout bounds collectives in the groups of the mesh, which a failure closes."""
     groups = [grid.group(name) for name in NAMES if name != "pp" and grid.size(name) > 1]
     known = [group for group in dict.fromkeys((*groups, grid.batch_group)) if group is not None]
     detector.watch_over(known, grid.mesh.device_type)

@@ -294,8 +294,7 @@ def missing(error: BaseException) -> PeerError:
 
 # The store
 
-# The longest that a store takes to say what is known of failures while its host lives, perhaps on a busy
-# machine.
+# The longest that a store takes to say what is known of failures, on a busy machine, while its host lives.
 ANSWER_S = 10.0
 _ASK_S = 0.1  # between two questions whether a call is given up
 # Two connections for all pipelines of a group: for questions, and for what waits in the store for long and
@@ -306,7 +305,7 @@ _connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDic
 
 def bounded(call: Callable[[], T], limit_s: float, given_up: Callable[[], object] | None = None) -> T:
     """Returns or raises what `call` does in a thread of its own. `TimeoutError`, which leaves the thread
-    behind, if it takes longer than `limit_s`, or if `given_up()`, which is asked now and then, is true.
+    behind, after `limit_s` seconds, or if `given_up()`, which is asked now and then, is true.
     """
     outcome: Future[T] = Future()
 
@@ -329,7 +328,7 @@ class Store:
 
     Ranks that begin their pipelines on the group in the same order get the same keys, so a store is the first
     thing that a pipeline makes. `ranks` are those that do, if not all of the group, by their numbers in it.
-    Every method raises `StoreError` when the store does not answer or is gone.
+    A store that does not answer or is gone is a `StoreError`, and while it connects an `ActionError`.
 
     Attributes:
         ranks: what errors call the ranks
@@ -358,7 +357,10 @@ class Store:
             number = _connections[group][0].add(f"{name}on rank {own}", 1)
             return [_below(f"{name}{number}", store) for store in _connections[group]]
 
-        self._store, self._backends = self._ask(connect, timeout_s)
+        try:
+            self._store, self._backends = self._ask(connect, timeout_s)
+        except StoreError as error:
+            raise ActionError(None, str(error), self.host) from error
         self._of_all = self._store  # has what is said of failures
 
     def part(self, group: dist.ProcessGroup) -> Store:

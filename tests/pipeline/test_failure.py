@@ -37,6 +37,7 @@ from gpipe_bench.pipeline import Action, ActionError, Kind, Pipeline, checkpoint
 from gpipe_bench.pipeline import named as named_schedule
 from gpipe_bench.pipeline.errors import PeerError, StoreError
 from gpipe_bench.pipeline.mesh.reduce import DataParallel
+from gpipe_bench.pipeline.ranks import failure
 from gpipe_bench.pipeline.ranks.failure import FailureDetector, Store, peer_error_of
 
 pytestmark = pytest.mark.processes  # four at a time
@@ -244,6 +245,16 @@ def test_a_store_that_cannot_be_asked(host: int | None, silent: bool, wanted: tu
     waits = PeerError(Action.parse(action), rank, "did not answer: timed out", timed_out=True)
     found = FailureDetector(keys).explain(waits)
     assert (found.rank, str(found.action)) == (rank, action)
+
+
+def test_a_store_that_does_not_answer_while_a_pipeline_connects() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    silent = mock.patch.object(failure, "bounded", side_effect=TimeoutError("no answer within 1 s"))
+    try:
+        with silent, pytest.raises(ActionError, match="the process group did not answer: no answer within"):
+            Store(dist.group.WORLD, 1.0)
+    finally:
+        dist.destroy_process_group()
 
 
 # Ranks that are killed or stopped

@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import Assignment, Device, check_arguments, compilation_of
 from .errors import check_equal
-from .mesh.gradients import GradScaler, Tie, TiedWeights, clip, decides_for, refuse_optimizers
+from .mesh.gradients import GradScaler, Tie, TiedWeights, clip, refuse_optimizers
 from .mesh.grid import Grid, Replicas, join, watch_over
 from .mesh.reduce import data_parallel_of, divided_over
 from .model.parts import OwnLayers, Part, follow
 from .plan.schedule import Remat, Schedule
 from .plan.timeline import Timeline
-from .ranks.connect import Network, detector_of, network_of
+from .ranks.connect import Network
 from .ranks.distributed import PointToPoint, gather_timeline
 from .ranks.failure import FailureDetector
 from .stage.layers import LossFn
@@ -138,9 +138,10 @@ class Pipeline(nn.Module):
         if mesh is not None:
             self.grid, detector = join(mesh, timeout_s)
             group = self.grid.group("pp")
-        self.group, network = group, None if group is None else network_of(group)
+        self.group = group
+        network = group if group is None or isinstance(group, Network) else Network(group)
         if network is not None and detector is None:
-            detector = detector_of(network, timeout_s)
+            detector = network.detector(timeout_s)
         # A rank that fails before its pipeline is there must not be waited for.
         with nullcontext() if detector is None else detector.building():
             self._divided, self._compilation = divided_over(self.grid, zero), compilation_of(compile)
@@ -158,7 +159,7 @@ class Pipeline(nn.Module):
             # What replicas do together. They begin with the same values.
             device = self._devices[assigned.local[0]]
             self._data_parallel = data_parallel_of(
-                self.grid, detector, device, timeout_s, bucket_bytes, self._divided, self._schedule
+                self.grid, detector, device, bucket_bytes, self._divided, self._schedule
             )
             self._hold(layers, assigned, move=devices is not None)
             if self._data_parallel is not None:
@@ -174,8 +175,7 @@ class Pipeline(nn.Module):
             self._tied: TiedWeights | None = None
             if network is not None and detector is not None:
                 self._transport = self._ranks = PointToPoint(
-                    network, self._schedule, device, timeout_s=timeout_s, share_memory=share_memory,
-                    detector=detector,
+                    network, self._schedule, device, detector, share_memory=share_memory
                 )  # fmt: skip
                 check_equal(self.gather((assigned.same_on_all(), seed)))
                 self._tied = self._tie(shared, self._ranks)
@@ -188,7 +188,7 @@ class Pipeline(nn.Module):
                 self._data_parallel, self._elsewhere,
             )  # fmt: skip
             if self.grid is not None and detector is not None:
-                watch_over(self.grid, detector, timeout_s)
+                watch_over(self.grid, detector)
 
     def _know(self, assigned: Assignment) -> None:
         """Stores the facts about the whole model, which are the same on every rank."""
@@ -304,7 +304,7 @@ class Pipeline(nn.Module):
             wrong = RuntimeError(
                 "gradients are disabled; to evaluate, call pipeline.eval() and pipeline(inputs)"
             )
-        elif scaler is not None and self.group is not None and not decides_for(scaler, self):
+        elif scaler is not None and self.group is not None and getattr(scaler, "pipeline", None) is not self:
             wrong = ValueError(
                 "this scaler would decide on every rank by that rank's gradients alone; make it with "
                 "pipeline.scaler() on every rank"

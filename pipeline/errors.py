@@ -28,24 +28,17 @@ class VerifyError(RuntimeError):
 
 
 class PeerError(RuntimeError):
-    """A message between this rank and rank `peer`, whose `action` should have produced or taken it, did not
-    get through; `what` says why. `peer` is None where some rank is missing, and numbered in the job if
-    `in_job`.
+    """A message between this rank and rank `peer` did not get through; `action` of the peer should have
+    produced or taken it. `what` says why. Where `peer` is None, all that is known is that some rank is
+    missing. On a grid `peer` is numbered in the job.
     """
 
     def __init__(
-        self, action: Action | None, peer: int | None, what: str, *, timed_out: bool, in_job: bool = False
+        self, action: Action | None, peer: int | None, what: str, *, timed_out: bool = False
     ) -> None:
-        self.action, self.peer, self.what, self.timed_out = action, peer, what, timed_out
-        self._in_job = in_job
+        self.action, self.peer, self.timed_out = action, peer, timed_out
         self.cause = what if peer is None else f"rank {peer} {what}"
         super().__init__(self.cause)
-
-    def numbered(self, ranks: Sequence[int]) -> PeerError:
-        """The error with the peer's number in the job, which `ranks` has of each rank."""
-        if self.peer is None or self._in_job:
-            return self
-        return PeerError(self.action, ranks[self.peer], self.what, timed_out=self.timed_out, in_job=True)
 
 
 class StoreError(RuntimeError):

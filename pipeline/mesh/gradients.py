@@ -1,21 +1,16 @@
 """What is done with all gradients of a step together: sums of weights that several stages share, clipping,
 scaling, and which optimizers may step by them.
 
-The norm is made of one norm per parameter in the model's order, wherever the stages and the parts of the
-parameters are, so that every number of stages gives the same bits. Where processes have a part of a gradient
-each, the part's norm is computed where the part is; what the parts of all gradients come to travels once for
-each dimension of the mesh along which there are parts, and is added up in the order of the ranks, so that all
-of them find the same bits. A gradient that is whole here gives the bits of the plain model; one in parts
-gives them but for the rounding of a sum of squares that is grouped by parts.
+The norm is made of one norm per parameter in the model's order, so that every number of stages gives the same
+bits. Where processes have a part of a gradient each, the norms of parts travel once for each dimension of the
+mesh along which there are parts, and the gradient's norm is the plain model's to rounding.
 
 Weights that several stages share, such as an embedding that is the output layer too, are one parameter in one
 process, and autograd adds up what its stages give it. Each further process that uses such a weight has a copy
 of it, and all copies must take the same steps. So what is in `.grad` after the last backward of a step is
 summed over the owners once, through the host's memory, and every owner gets the sum: equal optimizers then
-keep the copies equal, bit for bit. Sums round in the order in which they are made, so a model with such a
-weight agrees over numbers of stages to rounding, where any other agrees in all bits. On a grid the first
-owner sums over the replicas, too, because the stages of a weight end their backwards at different times and
-none of them knows that its gradient is whole.
+keep the copies equal, bit for bit. On a grid the first owner sums over the replicas, too, because the stages
+of a weight end their backwards at different times and none of them knows that its gradient is whole.
 """
 
 from __future__ import annotations
@@ -89,7 +84,8 @@ def _norms(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.d
         for group in groups:
             parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, mine, group=group)
-            mine = _together(torch.stack(parts), norm_type)
+            joined = torch.stack(parts)
+            mine = joined.sum(0) if norm_type == 0 else torch.linalg.vector_norm(joined, norm_type, dim=0)
         norms[places] = mine
     if norm_type == -math.inf:
         norms[[i for i, p in enumerate(parameters) if p.grad is None]] = 0.0
@@ -113,45 +109,27 @@ def _groups_of_parts(parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.Proc
     return found
 
 
-def _together(parts: Tensor, norm_type: float) -> Tensor:
-    """The norms of whole tensors from those of their parts, one row of `parts` each."""
-    if norm_type == math.inf:
-        return parts.amax(0)
-    if norm_type == -math.inf:
-        return parts.amin(0)
-    if norm_type == 0:
-        return parts.sum(0)
-    total = torch.zeros_like(parts[0])
-    for part in parts:
-        total += part**norm_type
-    return total ** (1 / norm_type)
-
-
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for the gradients of a pipeline; made by `Pipeline.scaler`.
 
     torch's skips an optimizer's step, and lowers its scale, where it finds an infinite gradient among the
-    parameters that it sees. Over processes each rank sees its own, so that some would take a step which the
-    others skip, with another scale from then on. Here what a rank finds is told to all others before any
-    decides: `step` and `unscale_` wait for all ranks, which must call them alike; a rank that does not come
-    ends the pipeline as in a step. `state_dict` is the same on every rank.
+    parameters that it sees, which over processes are those of one rank. Here what a rank finds is told to
+    all others before any decides: `step` and `unscale_` wait for all ranks, which must call them alike; a
+    rank that does not come ends the pipeline as in a step. A rank without trainable parameters passes None
+    for the optimizer. `state_dict` is the same on every rank.
     """
 
     def __init__(self, pipeline: Any, device: str, **options: Any) -> None:
         super().__init__(device, **options)
-        self._pipeline = pipeline
+        self.pipeline = pipeline
 
     def step(self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
-        """Does what torch's does. A rank without trainable parameters passes None and joins the decision."""
+        """Does what torch's does, on a rank without an optimizer joining the decision."""
         if optimizer is not None:
             return super().step(optimizer, *args, **kwargs)
         if self._enabled and not self._per_optimizer_states[id(None)]["found_inf_per_device"]:
-            self.unscale_(None)
+            self.unscale_(None)  # type: ignore[arg-type]
         return None
-
-    def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Does what torch's does. A rank without trainable parameters passes None."""
-        super().unscale_(optimizer)  # type: ignore[arg-type]
 
     def _unscale_grads_(
         self,
@@ -165,21 +143,16 @@ class GradScaler(torch.amp.GradScaler):
         if optimizer is not None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = found or {found_inf.device: found_inf}  # of a rank without gradients
-        if self._pipeline.group is not None:
-            anywhere = any(self._pipeline.gather(any(bool(flag) for flag in found.values())))
+        if self.pipeline.group is not None:
+            anywhere = any(self.pipeline.gather(any(bool(flag) for flag in found.values())))
             for flag in found.values():
                 flag.fill_(float(anywhere))
         return found
 
 
-def decides_for(scaler: torch.amp.GradScaler, pipeline: Any) -> bool:
-    """Whether the decisions of `scaler` hold for all ranks of `pipeline`."""
-    return isinstance(scaler, GradScaler) and scaler._pipeline is pipeline
-
-
 def refuse_optimizers(pipeline: nn.Module) -> None:
-    """From now on `ValueError` where an optimizer would step by what this process has of a `pipeline` over
-    processes, and would not do what it does with the plain model.
+    """From now on `ValueError` for an optimizer that would do something else with one rank's part of a
+    `pipeline` than with the plain model.
     """
     watched = ref(pipeline)
 
@@ -213,10 +186,8 @@ class Tie:
 def find_ties(
     named: Sequence[tuple[str, nn.Module]], spans: Iterable[range], homes: Sequence[int]
 ) -> tuple[Tie, ...]:
-    """The parameters with several places in the layers; `homes` are the ranks of the stages.
-
-    A layer's name stands before those of its parameters; without one they have the model's names already, and
-    a module that several layers use has but one.
+    """The parameters with several places in the layers; `homes` are the ranks of the stages. Parameters of a
+    layer without a name have the model's names already.
     """
     places: dict[nn.Parameter, list[tuple[str, int]]] = {}
     for stage, span in enumerate(spans):
@@ -235,9 +206,8 @@ def find_ties(
 
 
 class TiedWeights:
-    """This rank's part in keeping the copies of the `ties` equal that it has in its part of the `model`.
-    `over_replicas` gives the sum of what the replicas of this rank bring, each a gradient of the parameter or
-    None; it is None where there are no replicas.
+    """Keeps the copies of the `ties` equal that this rank has in its part of the `model`. `over_replicas`
+    gives the sum of the gradients of a parameter that the replicas of this rank bring, where there are any.
     """
 
     def __init__(

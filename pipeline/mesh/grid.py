@@ -1,8 +1,5 @@
 """Where a process is in the grid of a job: which pipeline it belongs to, who else holds the same stage, and
-who ends with it.
-
-torch's `DeviceMesh` gives the ranks of a job places along named dimensions. Here the four names that mean
-something to a pipeline get their meaning, once, so that nobody else asks a mesh:
+who ends with it. Nobody else asks torch's `DeviceMesh`, which gives ranks places along named dimensions:
 
     pp    the workers of a pipeline, in order
     dp    pipelines beside each other, each with all parameters, which take shares of a batch
@@ -13,10 +10,8 @@ something to a pipeline get their meaning, once, so that nobody else asks a mesh
 
 A *replica* is a pipeline that takes a share of the batch of its own: there are dp x fsdp of them.
 
-What the replicas of a stage tell and send each other goes by connections of their own, beside the messages of
-the pipeline, and is waited for no longer than `timeout_s` (`Replicas`). Gradients travel in buckets, because
-a collective costs the same few messages whatever it moves; all replicas begin the same ones in the same
-order.
+Gradients travel in buckets, because a collective costs the same few messages whatever it moves; all replicas
+begin the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -31,9 +26,9 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import devices
-from ..errors import PeerError, StoreError
+from ..errors import PeerError
 from ..plan.links import BUCKET_BYTES, bucket_bytes_of
-from ..ranks.failure import FailureDetector, Store, backend, missing
+from ..ranks.failure import FailureDetector, Store, backend, bounded, missing, watch_in_thread
 from ..ranks.wire import Connection, ObjectCollectives, TensorSpec, Transit
 
 NAMES = ("dp", "fsdp", "pp", "tp")
@@ -95,10 +90,6 @@ class Grid:
         """Processes along a dimension; 1 where the mesh does not have it."""
         return self._sizes.get(name, 1)
 
-    def index(self, name: str) -> int:
-        """This process's place along a dimension, from 0; 0 where the mesh does not have it."""
-        return self._place.get(name, 0)
-
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The processes along a dimension, with this one; None where the mesh does not have it."""
         return self.mesh.get_group(name) if name in self else None
@@ -118,34 +109,22 @@ class Grid:
         return found
 
     def coordinates(self, rank: int) -> str:
-        """Where a rank of the job is, as in "dp=1 pp=0"."""
-        found = (self.mesh.mesh == rank).nonzero().tolist()
-        if not found:
-            raise ValueError(f"rank {rank} is not in the mesh, which has the ranks {self.ranks}")
-        place = dict(zip(self._sizes, found[0], strict=True))
+        """Where a rank of the mesh is, as in "dp=1 pp=0"."""
+        place = dict(zip(self._sizes, (self.mesh.mesh == rank).nonzero()[0].tolist(), strict=True))
         return " ".join(f"{name}={place[name]}" for name in NAMES if name in place)
 
 
 def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
     """The grid of a mesh whose dimensions are named, and what is known of failures in it: all ranks of the
-    mesh end together (`ranks.failure`). Every rank of the mesh must call.
-
-    `ValueError` as `Grid` raises it; `ActionError` names a rank that does not come within the timeout.
+    mesh end together. Every rank of the mesh must call; `ActionError` names one that does not come within
+    the timeout.
     """
     grid = Grid(mesh)
     everybody, pipeline = dist.group.WORLD, grid.group("pp")
     assert everybody is not None
     assert pipeline is not None
-    # Grids beside each other in one job, each of some of its ranks, have keys of their own.
-    store = Store(everybody, f"grid of {' '.join(map(str, grid.ranks))}, ")
-    store.connect(timeout_s)
-    detector = FailureDetector(
-        store,
-        dist.get_rank(),
-        sorted(grid.ranks),
-        members=dist.get_process_group_ranks(pipeline),
-        coordinates=grid.coordinates,
-    )
+    store = Store(everybody, timeout_s, sorted(grid.ranks))
+    detector = FailureDetector(store, store.part(pipeline), coordinates=grid.coordinates)
     shared = tuple(name for name in mesh.mesh_dim_names or () if name in _BATCH and grid.size(name) > 1)
 
     def batch_group() -> dist.ProcessGroup | None:
@@ -154,21 +133,21 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
         return mesh[shared]._flatten().get_group()
 
     with detector.building():
-        detector.meet(timeout_s)
-        detector.watch(timeout_s)
-        grid.batch_group = detector.bounded(batch_group, timeout_s)
+        store.exchange("here", "")
+        detector.watch(watch_in_thread)
+        try:  # torch connects processes, and would wait as long as the user's process group says
+            grid.batch_group = bounded(batch_group, timeout_s, store.failure)
+        except TimeoutError as error:
+            what = f"not all ranks connected within {timeout_s:g} s"
+            raise PeerError(None, None, what) from error
     return grid, detector
 
 
-def watch_over(grid: Grid, detector: FailureDetector, timeout_s: float) -> None:
-    """From now on the timeout bounds every collective in the groups of the mesh, and the groups are closed
-    when the pipeline fails. The pipeline's own messages do not use the groups, nor does its construction, so
-    a mesh outlives a pipeline that cannot be built.
-    """
+def watch_over(grid: Grid, detector: FailureDetector) -> None:
+    """From now on the timeout bounds collectives in the groups of the mesh, which a failure closes."""
     groups = [grid.group(name) for name in NAMES if name != "pp" and grid.size(name) > 1]
-    groups += [grid.batch_group] if grid.batch_group not in groups else []
-    present = [group for group in groups if group is not None]
-    detector.watch_over(present, grid.mesh.device_type, timeout_s)
+    known = [group for group in dict.fromkeys((*groups, grid.batch_group)) if group is not None]
+    detector.watch_over(known, grid.mesh.device_type)
 
 
 T = TypeVar("T")
@@ -176,17 +155,15 @@ T = TypeVar("T")
 
 class Replicas:
     """The processes of `group`, which run the same stage of one pipeline each, here on `device`. All of them
-    make it; a failure that the `detector` learns of cuts what connects them.
+    make it, and call the same methods in the same order. What connects them is theirs alone; a failure that
+    the `detector` learns of cuts it.
 
-    What waits for other replicas raises `PeerError` if one is missing, with its number in the job where that
-    is known, and `StoreError` as the store does. Every replica calls the same methods in the same order.
+    What waits for other replicas does so no longer than the timeout, and raises `PeerError` if one is missing
+    and `StoreError` as the store does.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, detector: FailureDetector
-    ) -> None:
-        self.rank, self.size, self._timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
-        self._processes = dist.get_process_group_ranks(group)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, detector: FailureDetector) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._store, self._detector = detector.store.part(group), detector
         self._of_objects: ObjectCollectives | None = None
         accelerated = devices.is_accelerator(device)
@@ -197,20 +174,15 @@ class Replicas:
             self._of_hosts = self._connect("sums of hosts", accelerated=False)
 
     def _connect(self, name: str, *, accelerated: bool) -> Connection:
-        options: dict[str, Any] = {"name": name, "accelerated": accelerated, "timeout_s": self._timeout_s}
-        made = self._bounded(lambda: backend(self._store, self.rank, self.size, **options, sums=True))
-        connection = Connection(made, 0, {})
+        made = backend(self._store, name, accelerated=accelerated, sums=True)
+        connection = Connection(made, self._store.ranks)
         self._detector.cuts(connection)
         return connection
 
-    def _bounded(self, call: Callable[[], T]) -> T:
-        """The result of `call`, which waits for other replicas no longer than the timeout."""
+    def _reached(self, call: Callable[[], T]) -> T:
+        """The result of a collective, which waits for other replicas no longer than the timeout."""
         try:
             return call()
-        except PeerError as error:
-            raise error.numbered(self._processes) from error
-        except StoreError:
-            raise
         except RuntimeError as error:
             raise missing(error) from error
 
@@ -221,21 +193,20 @@ class Replicas:
     def share(self, mine: T) -> list[T]:
         """The picklable objects `mine` of all replicas, in the order of their ranks."""
         if self._of_objects is None:
-            connection = self._connect("objects", accelerated=False)
-            self._of_objects = ObjectCollectives(connection, self.rank, self.size)
-        return self._bounded(partial(self._of_objects.gather, mine))
+            self._of_objects = ObjectCollectives(self._connect("objects", accelerated=False), self.rank)
+        return self._of_objects.gather(mine)
 
     def numbers(self, mine: int) -> list[int]:
         """Each replica's number, of at most 63 bits, at the price of one message."""
         found = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         gather = self._of_hosts.backend.allgather
-        self.wait(self._bounded(lambda: gather([found], [torch.tensor([mine])])))
+        self.wait(self._reached(lambda: gather([found], [torch.tensor([mine])])))
         return [int(each) for each in found]
 
     def sum(self, numbers: Tensor) -> Transit:
         """Begins to make `numbers`, a contiguous tensor, the sum over the replicas, the same bits on all."""
         by = self._sums if devices.is_accelerator(numbers.device) else self._of_hosts
-        return self._bounded(lambda: by.backend.allreduce([numbers]))  # type: ignore[no-any-return]
+        return self._reached(lambda: by.backend.allreduce([numbers]))  # type: ignore[no-any-return]
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Copies the values of the first replica's tensors to all replicas, in place, and waits."""
@@ -244,40 +215,34 @@ class Replicas:
         there = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta]
         for bucket in buckets_of(there, bucket_bytes=BUCKET_BYTES):
             memory = bucket.fill([there[i] for i in bucket.positions]).view(torch.uint8)
-            self.wait(self._bounded(partial(self._sums.backend.broadcast, [memory], options)))
+            self.wait(self._reached(partial(self._sums.backend.broadcast, [memory], options)))
             for position, view in zip(bucket.positions, bucket.views, strict=True):
                 there[position].copy_(view)
 
     def wait(self, work: Transit) -> None:
         """Waits until the result of `work` may be used, on an accelerator by work that is enqueued later."""
         with self._detector.device_waits.waiting(None, None):
-            self._bounded(work.wait)
+            self._reached(work.wait)
 
 
 class GlobalShares(Sequence[float]):
-    """The share of each micro-batch of this replica in the examples of all replicas.
-
-    How many the others have is asked at once and waited for when somebody wants to know, which is behind the
-    first forward.
+    """The share of each micro-batch of this replica in the examples of all replicas. How many the others
+    have is asked at once and waited for when somebody wants to know, which is behind the first forward.
     """
 
     def __init__(self, lengths: Sequence[int], replicas: Replicas) -> None:
         self._lengths, self._replicas = lengths, replicas
         self._examples = torch.tensor([sum(lengths)], dtype=torch.float64)
         self._work: Transit | None = replicas.sum(self._examples)
-        self._shares: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
         return len(self._lengths)
 
     def __getitem__(self, index: Any) -> Any:
-        if self._shares is None:
-            assert self._work is not None
+        if self._work is not None:
             self._replicas.wait(self._work)
             self._work = None  # it would keep the connection open
-            examples = int(self._examples)
-            self._shares = tuple([length / examples for length in self._lengths])
-        return self._shares[index]
+        return self._lengths[index] / int(self._examples)
 
 
 class FlatBucket:

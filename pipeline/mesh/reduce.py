@@ -2,11 +2,10 @@
 
 Each of them takes a share of the batch. What a micro-batch counts for is its share of the examples of all,
 and what is given back is the mean over all: of the loss, and of the gradients of each stage, which a
-`Reduction` each joins: in buckets (`Buckets`), while the last backward of a step still runs.
+`Reduction` each joins.
 
-Two dimensions of a mesh divide parameters (`Divided`). Along `fsdp` they are stored in parts and used whole
-(`sharding`), along `tp` they are used in parts (`tensor_parallel`). Both are torch's, and what does them
-takes half a second to load, so it is loaded where it is asked for.
+Along `fsdp` parameters are stored in parts and used whole (`sharding`), along `tp` they are used in parts
+(`tensor_parallel`). Both are torch's and take half a second to load, so they are loaded where asked for.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ LEVELS = (2, 3)
 
 
 class DataParallel:
-    """This process's part. `replicas` hold the same stages, None where nobody does; `splits` says whether the
-    schedule has W, which makes gradients from the first layer on; `divided` is how the parameters of the
-    stages are divided over processes, None where none are.
+    """This process's part. `replicas` hold the same stages; `splits` says whether the schedule has W, which
+    makes gradients from the first layer on; `divided` is how parameters are divided over processes.
     """
 
     def __init__(
@@ -49,10 +47,7 @@ class DataParallel:
         self._alike: list[nn.Parameter] = []  # of the stages, with the values of the first replica
 
     def start_alike(self, plan: object, model: nn.Module) -> None:
-        """Copies the first replica's parameters and buffers to all replicas.
-
-        `ValueError` if a replica's parameters, buffers or plan for them differ.
-        """
+        """Copies the first replica's parameters and buffers to all; `ValueError` if these or plans differ."""
         if self.replicas is None:
             return
         values = [*model.named_parameters(), *model.named_buffers()]
@@ -63,8 +58,7 @@ class DataParallel:
             self.replicas.copy_from_first([local(value) for _, value in values])
 
     def _go_on_alike(self) -> None:
-        """Copies the first replica's new parameters, added to a layer or to a loss module, to all replicas.
-
+        """Copies the first replica's new parameters, of a layer or a loss module, to all replicas.
         `ValueError` if the replicas' new parameters differ, or if two stages would sum the same parameter.
         """
         now = [parameter for stage in self._stages for parameter in stage.parameters]
@@ -92,22 +86,19 @@ class DataParallel:
 
     def reduction(self, stage: Stage) -> Reduction:
         """Returns the reduction that joins the gradients of a stage of this process."""
-        over_replicas: Reduction | None = None
+        found = Reduction()
         if self.replicas is not None and (self._divided is None or not self._divided.by_shards):
-            over_replicas = Buckets(stage, self.replicas, self._bucket_bytes, splits=self._splits)
-        found = over_replicas
+            found = Buckets(stage, self.replicas, self._bucket_bytes, splits=self._splits)
         if self._divided is not None:
-            found = self._divided.reduction(stage, over_replicas, self.replicas)
-        assert found is not None
+            found = self._divided.reduction(stage, found, self.replicas)
         self._stages.append(stage)
         self._alike += stage.parameters
         self._reductions[stage.index] = found
         return found
 
     def agree(self, num_microbatches: int) -> int:
-        """In how many micro-batches a pass goes that a replica would take in so many. Where holders of a
-        layer fetch its parameters whenever it runs, all take as many as the smallest share of the batch
-        allows. All replicas of the first stage call.
+        """In how many micro-batches a pass goes that this replica would take in so many: where all fetch
+        parameters together, as many as the smallest share allows. All replicas of the first stage call.
         """
         if self.replicas is None or self._divided is None or not self._divided.by_layer:
             return num_microbatches
@@ -159,7 +150,6 @@ def data_parallel_of(
     grid: Grid | None,
     detector: FailureDetector | None,
     device: torch.device,
-    timeout_s: float,
     bucket_bytes: int | None,
     divided: Divided | None,
     schedule: Schedule,
@@ -169,7 +159,7 @@ def data_parallel_of(
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
     replicas = None
     if grid is not None and grid.batch_group is not None and detector is not None:
-        replicas = Replicas(grid.batch_group, device, timeout_s, detector)
+        replicas = Replicas(grid.batch_group, device, detector)
     if replicas is None and divided is None:
         return None
     splits = any(action.kind is Kind.W for action in schedule)
@@ -184,14 +174,12 @@ class Buckets(Reduction):
                          .[bucket][bucket] [bucket]              each leaves as soon as all of it is there
                                                     ^            the end of the step waits
 
-    Every gradient that comes in within the last backward is announced by a hook of its parameter, which hangs
-    there for that time alone. When those of a bucket are there they are copied end to end, what was copied is
-    from then on `.grad`, and the sum of it begins. What never comes (a parameter that the loss does not
-    depend on) leaves with the end of the backward, with all buckets behind it: as zeros, with a mark, so that
-    a parameter that no replica has a gradient for has none afterwards either.
+    A hook of each parameter, for the time of the last backward, says that its gradient is there. When those
+    of a bucket are they are copied end to end, what was copied is from then on `.grad`, and the sum of it
+    begins. What never comes (of a parameter that the loss does not depend on) leaves with the end of the
+    backward: as zeros, with a mark, so that a parameter that no replica has a gradient for has none after it.
 
-    A sum over replicas must count what was in `.grad` before the step once. So replica 0 keeps it and adds to
-    it, and the others begin without: what they all have afterwards holds it.
+    What was in `.grad` before the step must count once, so replica 0 adds to it and the others begin without.
     """
 
     def __init__(self, stage: Stage, replicas: Replicas, bucket_bytes: int | None, *, splits: bool) -> None:
@@ -244,13 +232,10 @@ class Buckets(Reduction):
                 for position, mark in zip(bucket.positions, bucket.marks.tolist(), strict=True):
                     if not mark:
                         self._parameters[position].grad = None
-        self._forget()
+        self.reset()
 
     def reset(self) -> None:
         self._unhook()
-        self._forget()
-
-    def _forget(self) -> None:
         self._sent = []
         for bucket in self._buckets:
             bucket.empty()
@@ -306,7 +291,10 @@ class Divided:
         self._sharding: ModuleType | None = None
         self._tensor_parallel: ModuleType | None = None
         self.makes: Callable[..., Stage] = Stage  # the class of the stages
-        if grid.size("fsdp") > 1:
+        self.by_shards = grid.size("fsdp") > 1  # layers are stored in parts, whose gradients torch sums
+        # Whether all holders of a layer fetch its parameters whenever it runs, in step with each other.
+        self.by_layer = self.by_shards and zero == 3
+        if self.by_shards:
             from . import sharding
 
             self._sharding = sharding
@@ -314,16 +302,6 @@ class Divided:
             from . import tensor_parallel
 
             self._tensor_parallel, self.makes = tensor_parallel, tensor_parallel.DividedStage
-
-    @property
-    def by_shards(self) -> bool:
-        """Whether layers are stored in parts, whose gradients torch sums."""
-        return self._sharding is not None
-
-    @property
-    def by_layer(self) -> bool:
-        """Whether all holders of a layer fetch its parameters whenever it runs, in step with each other."""
-        return self.by_shards and self._zero == 3
 
     def check(
         self, layers: Mapping[str, nn.Module], ties: Sequence[Tie], schedule: Schedule, *, compiles: bool
@@ -348,26 +326,18 @@ class Divided:
             self._sharding.check_sharded(layers, schedule, self._zero)
 
     def divide(self, layers: Mapping[str, nn.Module]) -> None:
-        """Leaves this process its parts of the parameters of its `layers`, where it had all of them.
-
-        `ValueError` for what cannot be done with these layers.
-        """
+        """Leaves this process its parts of its layers' parameters; `ValueError` where that cannot be."""
         if self._tensor_parallel is not None:
             self._tensor_parallel.refuse_mixed(layers)
         if self._sharding is not None:
             self._sharding.shard_layers(layers, self._grid, self._zero)
 
-    def reduction(
-        self, stage: Stage, over_replicas: Reduction | None, replicas: Replicas | None
-    ) -> Reduction:
+    def reduction(self, stage: Stage, over_replicas: Reduction, replicas: Replicas | None) -> Reduction:
         """What joins a stage's gradients; `over_replicas` does where they are whole."""
-        found: Reduction
         if self._sharding is not None:
-            found = self._sharding.Shards(stage, self._zero, self._grid, replicas)
-        else:
-            assert self._tensor_parallel is not None, "one of the two divides"
-            found = self._tensor_parallel.Layouts(stage, over_replicas or Reduction())
-        return found
+            return self._sharding.Shards(stage, self._zero, self._grid, replicas)  # type: ignore[no-any-return]
+        assert self._tensor_parallel is not None, "one of the two divides"
+        return self._tensor_parallel.Layouts(stage, over_replicas)  # type: ignore[no-any-return]
 
 
 def divided_over(grid: Grid | None, zero: int | None) -> Divided | None:

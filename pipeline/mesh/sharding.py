@@ -11,34 +11,21 @@ times forward, perhaps M times again, and M times backward in a step:
     zero=3   F F F F R B R B R B R B       gathers      in every F, R and B of a layer
                                            scatters     in every B of a layer
 
-What is alive of a layer with P bytes of parameters among n holders (shards are padded to equal rows):
+What that takes says `memory.grids`.
 
-    always                    P / n of parameters, and as much for each state of the optimizer
-    between steps             P / n of gradients, from the first step to `zero_grad`
-    zero=2, the whole step    P of gathered parameters from the beginning of the step to the layer's last
-                              backward; P of gradients from its first backward to its last
-    zero=3, while it runs     P of gathered parameters in F, R and B, of one layer at a time; P of gradients
-                              in its B
-    a gather                  P more, the message, until it is copied into the parameters
-    a scatter                 P more, the message, beside P of gradients until it is copied; then P and the
-                              P / n that becomes the gradient
+torch matches collectives by their order alone, so a replica that leaves a layer out, or has gradients of
+other parameters, would get wrong numbers, or wait, without an error. So before each collective the replicas
+tell each other what they are about to do (`Announcer`), and refuse what is not the same.
 
-torch matches collectives by their order alone. A replica that leaves a layer out, or has gradients of other
-parameters, would get the numbers of another layer or parameter, or wait, without an error. So before
-each collective the replicas tell each other what they are about to do (`Announcer`), and refuse what is not
-the same.
-
-The collectives go by the process groups of the mesh, which wait no longer than the pipeline does and are cut
-when a replica fails (`ranks.failure`).
-
-The sums are sums: a replica's loss counts the examples of all replicas. After forwards alone, gathered
-parameters are given up too, or the next training step would use the weights from before the optimizer's step.
+After forwards alone, gathered parameters are given up too, or the next training step would use the weights
+from before the optimizer's step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -46,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..plan.schedule import Kind, Schedule
@@ -96,9 +83,7 @@ def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None
 
 
 class Shards(Reduction):
-    """The `Reduction` of a stage whose layers are sharded: tells FSDP2 which backward is the last. Which
-    parameters are trained, torch looks up when it gathers them.
-    """
+    """The `Reduction` of a stage whose layers are sharded: tells FSDP2 which backward is the last."""
 
     def __init__(self, stage: Stage, zero: int, grid: Grid, replicas: Replicas) -> None:
         self._stage, self._zero = stage, zero
@@ -112,9 +97,8 @@ class Shards(Reduction):
         self._watched = False
 
     def begin(self) -> None:
-        """The parameters of the step are fetched while the stage waits for its first micro-batch.
-
-        `ValueError` for a parameter that is not divided, whose gradients nobody would sum.
+        """Fetches the parameters of the step while the stage waits for its first micro-batch. `ValueError`
+        for a parameter that is not divided, whose gradients nobody would sum.
         """
         if any(not is_divided(parameter) for parameter in self._stage.trainable):
             raise ValueError(
@@ -194,8 +178,9 @@ class _Sharded:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if zero == 3:  # with 2 all fetch all of them when a step begins
-            module.set_custom_all_gather(_Gather(self))
-        module.set_custom_reduce_scatter(_Scatter(self))
+            what = f"fetches the parameters of {self._name}"
+            module.set_custom_all_gather(_Gather(partial(announcer.announce, what)))
+        module.set_custom_reduce_scatter(_Scatter(self.sums))
         if copies is not None:
             module.set_all_reduce_hook(lambda mine: dist.all_reduce(mine, group=copies))
         module.register_forward_pre_hook(self._look)  # type: ignore[attr-defined]  # every FSDPModule is one
@@ -219,10 +204,6 @@ class _Sharded:
         self._state._root_post_backward_final_callback()
         if not self._has_summed:  # torch sums nothing where there are no gradients
             self.sums()
-
-    def gathers(self) -> None:
-        """Announces that the module's parameters are about to be fetched."""
-        self._announcer.announce(f"fetches the parameters of {self._name}")
 
     def sums(self) -> None:
         """Announces that the module's gradients are about to be summed."""
@@ -248,59 +229,32 @@ class _Sharded:
                 )
 
 
-class _Allocated(Comm):
-    """Where messages are put together."""
+class _Announced:
+    """A collective that runs once all holders are about to do the same, which `announce` says."""
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+    def __init__(self, announce: Callable[[], None]) -> None:
+        self._announce = announce
 
-
-class _Gather(_Allocated, AllGather):
-    """Parameters from the holders of their parts, once all are about to fetch the same."""
-
-    def __init__(self, layer: _Sharded) -> None:
-        self._layer = layer
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        self._layer.gathers()
-        work: dist.Work | None = dist.all_gather_into_tensor(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
-        return work
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self._announce()
+        return super().__call__(*arguments, **options)  # type: ignore[misc]
 
 
-class _Scatter(_Allocated, ReduceScatter):
-    """Gradients to the holders of their parts, once all are about to sum the same."""
+class _Gather(_Announced, DefaultAllGather):
+    """Parameters from the holders of their parts."""
 
-    def __init__(self, layer: _Sharded) -> None:
-        self._layer = layer
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._layer.sums()
-        work: dist.Work | None = dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
-        return work
+class _Scatter(_Announced, DefaultReduceScatter):
+    """Gradients to the holders of their parts."""
 
 
 class _HiddenHooks:
     """Hides torch's hooks around a layer from what the layer and its neighbours do with their tensors.
 
-    The hook before makes views of the inputs, and a view has other strides where a dimension has the length
-    1. Kernels choose the layout of their results by strides, and a mask follows the layout: a recomputation,
-    which has a graph, would drop other elements than the forward, which has none. Nor may such a view be
-    changed in place. The hook behind is lost where somebody changes a view that leaves the layer in place.
+    The hook before makes views of the inputs, which have other strides where a dimension has the length 1.
+    Layouts of results follow strides, and masks the layouts: a recomputation, which has a graph, would drop
+    other elements than the forward. Nor may such a view be changed in place. The hook behind is lost where
+    somebody changes a view that leaves the layer in place.
     """
 
     def __init__(self) -> None:
@@ -308,9 +262,8 @@ class _HiddenHooks:
 
     def come(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Runs before torch's hook."""
-        self._strides = []
-        if torch.is_grad_enabled():
-            self._strides = [leaf.stride() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        leaves = tree_leaves(inputs) if torch.is_grad_enabled() else ()
+        self._strides = [leaf.stride() for leaf in leaves if isinstance(leaf, Tensor)]
 
     def enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Runs after torch's hook."""
@@ -324,18 +277,16 @@ class _HiddenHooks:
             stride = next(strides)
             return _NoView.apply(leaf, stride) if leaf.requires_grad else leaf
 
-        found: tuple[Any, ...] = tree_map(as_it_came, inputs)
-        return found
+        return tree_map(as_it_came, inputs)  # type: ignore[no-any-return]
 
     def leave(self, _: nn.Module, inputs: Any, output: Any) -> Any:
         """Runs before torch's hook behind the layer."""
-        return tree_map(_as_no_view, output)
 
+        def as_no_view(leaf: Any) -> Any:
+            is_view = isinstance(leaf, Tensor) and leaf.requires_grad and leaf._base is not None
+            return _NoView.apply(leaf, leaf.stride()) if is_view else leaf
 
-def _as_no_view(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._base is not None:
-        return _NoView.apply(leaf, leaf.stride())
-    return leaf
+        return tree_map(as_no_view, output)
 
 
 class _NoView(torch.autograd.Function):

@@ -21,7 +21,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 
 from ..plan.schedule import Kind
@@ -36,8 +35,8 @@ _FUSED = (1, 3)  # queries alone, or queries, keys and values in one matrix
 
 
 def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
-    """`ValueError` for layers that do not fit a grid with more than one process along `tp`, or that would
-    compute something else.
+    """`ValueError` for layers that do not fit a grid with several processes along `tp`, or compute something
+    else there.
     """
     ranks = grid.size("tp")
     divided = {name: p for name, p in _parameters(layers) if isinstance(p, DTensor)}
@@ -46,9 +45,7 @@ def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
             f"the mesh has {ranks} processes along 'tp', but no layer is divided over them; apply a plan to "
             "the layers before, with parallelize_module or models.parallel.tensor_parallel"
         )
-    group = grid.group("tp")
-    assert group is not None
-    along_tp = dist.get_process_group_ranks(group)
+    along_tp = grid.mesh["tp"].mesh.tolist()
     for name, parameter in divided.items():
         # Not by the mesh: those of equal ranks are one to torch, wherever they come from.
         if parameter.device_mesh.mesh.tolist() != along_tp:
@@ -63,12 +60,10 @@ def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
 
 def refuse_mixed(layers: Mapping[str, nn.Module]) -> None:
     """`ValueError` where one optimizer would be given plain and divided parameters; `layers` of a process."""
-    divided, plain = None, None
+    names: dict[bool, str] = {}
     for name, parameter in _parameters(layers):
-        if isinstance(parameter, DTensor):
-            divided = divided or name
-        else:
-            plain = plain or name
+        names.setdefault(isinstance(parameter, DTensor), name)
+    divided, plain = names.get(True), names.get(False)
     if divided and plain:
         raise ValueError(
             f"the plan divides {divided} and leaves {plain} a plain tensor, and optimizers do not take both "
@@ -144,6 +139,8 @@ class Layouts(Reduction):
 
     def __init__(self, stage: Stage, over_replicas: Reduction) -> None:
         self._replicas = over_replicas
+        self.before, self.after = over_replicas.before, over_replicas.after  # type: ignore[method-assign]
+        self.reset = over_replicas.reset  # type: ignore[method-assign]
         found = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
         self._parameters = [parameter for parameter in found if isinstance(parameter, DTensor)]
         self._cut: set[DTensor] = set()
@@ -160,12 +157,6 @@ class Layouts(Reduction):
                 parameter.grad = _one_part(parameter.grad, placements)
         self._replicas.begin()
 
-    def before(self, kind: Kind, m: int, *, last: bool) -> None:
-        self._replicas.before(kind, m, last=last)
-
-    def after(self, kind: Kind, m: int, *, last: bool) -> None:
-        self._replicas.after(kind, m, last=last)
-
     def finish(self) -> None:
         """Waits for the replicas, and sums partial gradients; all processes along `tp` must call it."""
         self._replicas.finish()
@@ -175,9 +166,6 @@ class Layouts(Reduction):
                 if any(placement.is_partial() for placement in gradient.placements):
                     self._summed[parameter] = gradient.placements
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-    def reset(self) -> None:
-        self._replicas.reset()
 
 
 def _part_of_whole(placements: tuple[Placement, ...], gradient: Tensor) -> Tensor | None:
@@ -189,7 +177,7 @@ def _part_of_whole(placements: tuple[Placement, ...], gradient: Tensor) -> Tenso
 
 def _one_part(gradient: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     """A gradient of earlier steps as a part of a sum, to which parts are added: all of it on the first of the
-    processes along `tp`. Each replica then has a sum of parts, whether it brings earlier gradients or not.
+    processes along `tp`.
     """
     mesh, mine = gradient.device_mesh, gradient.to_local()
     if mesh.get_local_rank() > 0:

@@ -2,10 +2,9 @@
 
 Receives are posted ahead and sends are not waited for until later messages that take memory have left by the
 same way (`ends`). What a rank sends to itself stays where it is. Which shapes travel the ranks learn from the
-first real micro-batch (`ends.Control`): the model is never run on made-up data, which would move its
-batch-normalization averages and need memory of its own. The first rank numbers the kinds of steps it meets
-(shapes, dtypes, training or not) and tells the number before each step, so the other ranks need not see the
-batch.
+first real micro-batch: the model is never run on made-up data, which would move its batch-normalization
+averages and need memory of its own. The first rank numbers the kinds of steps it meets (shapes, dtypes,
+training or not) and tells the number before each step, so the other ranks need not see the batch.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import time
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from ..clock import Clock, conditions
-from ..errors import ActionError, PeerError, StoreError
+from ..errors import ActionError
 from ..plan.edges import Direction, Edge, chain, rings_of, turns
 from ..plan.schedule import Action, Kind, Schedule, shortened
 from ..plan.timeline import Event, Timeline
@@ -33,13 +32,11 @@ from ..transport import InProcess, StepPlan
 from .connect import (
     MOST_TENSORS,
     Network,
-    Session,
     along,
-    detector_of,
+    close,
     first_tag,
     header_chain,
     loss_route,
-    network_of,
     open_connections,
     refuse_too_many,
 )
@@ -49,7 +46,6 @@ from .ends import (
     Agreements,
     Control,
     MessageSpec,
-    Progress,
     ReceiveQueue,
     Receiver,
     Sender,
@@ -63,53 +59,39 @@ _LOSS_TAG = 2**29
 
 
 class PointToPoint:
-    """The transport of one worker in a process group whose rank k runs the stages of worker k.
+    """The transport of one worker in a network whose rank k runs the stages of worker k.
 
-    `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
-    tensors through memory; `detector` knows of failures of all processes that end with this one, by default
-    the ranks of the group. After a failure the pipeline's own connections are closed on all ranks; `group`
-    itself is not touched.
+    With `share_memory`, ranks on one host exchange CPU tensors through memory; `detector` knows of failures
+    of all processes that end with this one. After a failure the pipeline's own connections are closed on all
+    ranks; the process group is not touched.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | Network,
+        network: Network,
         schedule: Schedule,
         device: torch.device,
+        detector: FailureDetector,
         *,
-        timeout_s: float,
-        share_memory: bool = True,
-        detector: FailureDetector | None = None,
+        share_memory: bool,
     ) -> None:
-        network = network_of(group)
+        self._accelerated = network.is_accelerated(device)
         refuse_too_many(schedule)
         self.rank, self.size = network.rank, network.size
-        self._detector = detector = detector or detector_of(network, timeout_s)
-        session = self._session = Session(network, device, detector, timeout_s=timeout_s)
-        try:
-            control, self._collectives, self._by_heading, self._of_loss = open_connections(
-                session, schedule, share_memory=share_memory
-            )
-        except (PeerError, StoreError) as error:
-            raise self.abort(None, error) from error
-        except Exception as error:
-            self.abort(None, error)  # the other ranks must not wait
-            raise
+        self._detector, self._synchronize = detector, partial(network.synchronize, device)
+        self._connections = open_connections(network, device, detector, schedule, share_memory=share_memory)
         # Dropped, or when the process ends; without an accelerator nothing is on its way then.
-        self.close = weakref.finalize(self, session.close)
-        self.close.atexit = session.is_accelerated or detector.is_grid
+        self.close = weakref.finalize(self, close, network, device, detector)
+        self.close.atexit = self._accelerated or detector.is_grid
         self._full, self._device = schedule, device
         self._chain = chain(schedule.num_stages)
         self._agreements, self._agreement = Agreements(), Agreement(())
         self._training = True
-        # A receiver that knows no spec yet has posted nothing, and may wait for something else than it is
-        # sent.
-        self._was_agreed = self._bounded = False
+        self._bounded = False  # whether a sender waits for its oldest messages
         self._own = InProcess()  # what this rank sends to itself
-        self._control = Control(control)
+        self._control = Control(self._connections.control)
         self._header = along(header_chain(schedule), self.rank)
-        self._behind = next(iter(self._header.targets), None)
-        self._route = loss_route(schedule, self.rank, accelerated=session.is_accelerated)
+        self._route = loss_route(schedule, self.rank, accelerated=self._accelerated)
         self._loss: Tensor | None = None
         for source in {self._header.source, self._route.source} - {None}:
             self._control.expect(source)  # type: ignore[arg-type]
@@ -118,39 +100,31 @@ class PointToPoint:
 
     def _take_ends(self, schedule: Schedule) -> None:
         """Makes this rank's ends of all edges, as the schedule needs them."""
-        self._schedule, rank = schedule, self.rank
+        self._schedule = schedule
         backward = (Kind.B, Kind.I)
         self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in backward}
-        self._progress = Progress() if self._session.is_accelerated else None
-        rings = rings_of(schedule, self._session.is_accelerated)
+        rings = rings_of(schedule, self._accelerated)
         self._senders: dict[Direction, Sender] = {}
         self._receivers, self._queues = {}, list[ReceiveQueue]()
-        count = schedule.num_microbatches
-        self._tags = {
-            (edge.number, back): [
-                first_tag((edge.number, back), microbatch, count) for microbatch in range(count)
-            ]
-            for edge in self._chain
-            for back in (False, True)
-        }
+        self._tags: dict[Direction, list[int]] = {}
         self._names: dict[Direction, str] = {}  # of what goes along an edge and back, for people
         for edge in self._chain:
             self._names[edge.number, False] = f"output of stage {edge.source}"
             self._names[edge.number, True] = f"gradient of the input of stage {edge.target}"
+            for back in (False, True):
+                count = schedule.num_microbatches
+                tags = [first_tag((edge.number, back), microbatch, count) for microbatch in range(count)]
+                self._tags[edge.number, back] = tags
 
         for source, target, back in channels(schedule):
-            if rank == source:
-                sender = Sender(self._by_heading[back, target > source], target)
-                for stage, _ in turns(schedule, target, source, back=back):
-                    self._senders[stage - (not back), back] = sender
-            elif rank == target:
-                queue = ReceiveQueue(
-                    self._by_heading[back, target > source], source, self._progress, back=back
-                )
-                order = [
-                    (stage - (not back), back) for stage, _ in turns(schedule, target, source, back=back)
-                ]
-                for direction in set(order):
+            connection = self._connections.by_heading[back, target > source]
+            order = [(stage - (not back), back) for stage, _ in turns(schedule, target, source, back=back)]
+            if self.rank == source:
+                sender = Sender(connection, target)
+                self._senders.update((direction, sender) for direction in order)
+            elif self.rank == target:
+                queue = ReceiveQueue(connection, source, back=back)
+                for direction in dict.fromkeys(order):
                     self._receivers[direction] = Receiver(
                         queue, rings[direction], self._device, self._tags[direction]
                     )
@@ -164,21 +138,19 @@ class PointToPoint:
     @property
     def shared_bytes(self) -> int:
         """Size of the receive buffers that lie in memory shared by two processes."""
-        return self._session.shared_bytes
+        return self._connections.control.shared_bytes
 
     # A step
 
     def begin(self, plan: StepPlan | None, signature: Hashable) -> StepPlan:
-        self._session.refuse_after_failure()
-        if self._detector.noticed:
-            self._detector.refuse_after_notice()
+        self._detector.refuse()
         if plan is None:
             assert self._header.source is not None
             header = self._control.receive(self._header.source, "step")
         else:
             header = self._agreements.number(signature), tuple(plan)
-        if self._behind is not None:
-            self._control.send(self._behind, "step", header)
+        for target in self._header.targets:
+            self._control.send(target, "step", header)
         number, sent = header
         found = StepPlan(*sent)
         self._training, schedule = found.training, self._full
@@ -187,20 +159,16 @@ class PointToPoint:
         if schedule is not self._schedule:
             self._take_ends(schedule)
         agreement = self._agreements.found.get(number)
-        self._was_agreed = agreement is not None
-        # Forwards alone have no rings that would say for certain that two workers who send to each other
-        # don't wait for each other.
-        self._bounded = self._was_agreed and (self._training or not schedule.placement)
+        # A receiver that knows no spec yet has posted nothing, and may wait for something else than it is
+        # sent. Forwards alone have no rings to say that no two workers who send to each other both wait.
+        self._bounded = agreement is not None and (self._training or not schedule.placement)
         if agreement is None:
-            agreement = Agreement(sizes(found.examples, found.num_microbatches))
-            self._agreements.add(number, agreement)
+            agreement = self._agreements.add(number, sizes(found.examples, found.num_microbatches))
         self._agreement = agreement
-        if self._progress is not None:
-            self._progress.calls = 0
         for direction, receiver in self._receivers.items():
             receiver.begin(agreement.specs[direction], agreement.lengths, training=self._training)
         for queue in self._queues:
-            queue.position = 0
+            queue.position = queue.calls = 0
             if self._training or not queue.back:
                 queue.post()
         return found
@@ -235,8 +203,8 @@ class PointToPoint:
                     spec = specs[length] = spec._replace(structure=message.structure)
         tensors = conform(message.tensors, spec, self._device, self._names[direction])
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
-        if self._progress is not None:
-            self._go_on(self._progress)
+        if self._accelerated:
+            self._go_on()
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
         """Returns the message of the stage where the edge begins."""
@@ -277,8 +245,8 @@ class PointToPoint:
             self._control.send(sender.target, (direction, length), spec, target)
         tensors = conform(gradients, spec, self._device, self._names[direction])
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
-        if self._progress is not None:
-            self._go_on(self._progress)
+        if self._accelerated:
+            self._go_on()
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
         """The gradients of what was sent along an edge."""
@@ -294,73 +262,68 @@ class PointToPoint:
         return receiver.take(microbatch, source)
 
     def release(self, stage: int, microbatch: int) -> None:
-        if self._progress is not None:
-            self._go_on(self._progress)
+        if self._accelerated:
+            self._go_on()
         for direction in ((stage - 1, False), (stage, True)):
             if direction in self._receivers:
                 self._receivers[direction].release(microbatch)
 
-    def _go_on(self, progress: Progress) -> None:
+    def _go_on(self) -> None:
         """Counts a call; the time of some receives may have come."""
-        progress.calls += 1
         self._detector.device_waits.note()
         for queue in self._queues:
+            queue.calls += 1
             if self._training or not queue.back:
                 queue.post()
 
     def send_loss(self, loss: Tensor) -> None:
-        """Where the host waits for messages, the loss leaves when the last micro-batch is forward, though
-        backwards are still to come: in a V the last stage is on the first rank, whose row is the longest, and
-        nobody should wait for its end to learn a number. On accelerators it needs all actions of its rank,
-        and passes along when all else is done.
+        """Where the host waits for messages, the loss leaves at once, though backwards are still to come: in
+        a V the last stage is on the first rank, whose row is the longest. On accelerators it needs all
+        actions of its rank, and passes along when all else is done.
         """
         known, self._loss = self._agreement.loss, loss
         if known is not None:
             conform((loss,), MessageSpec((known,)), self._device, "loss")  # raises if it is another
-        elif not self._session.is_accelerated:
+        elif not self._accelerated:
             self._agreement.loss = TensorSpec.of(loss)
-        if not self._session.is_accelerated and self._route.targets:
-            bits = loss.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-            content = loss.dtype, tuple(loss.shape), bits.numpy().tobytes()
+        if not self._accelerated and self._route.targets:
+            content = tuple(loss.shape), loss.item(), loss.dtype
             for target in self._route.targets:
                 self._control.send(target, "loss", content)
 
     def finish(self) -> Tensor | None:
-        """When this returns, all sends are gone if the host waits for messages; on an accelerator all are
-        given to the device, which `close` waits for before the process may exit.
-        """
+        """When this returns, all sends are gone, or given to an accelerator, which `close` waits for."""
         loss, self._loss = self._loss, None
-        if self._training and self._session.is_accelerated:
+        if self._training and self._accelerated:
             loss = self._pass_on(loss)
         elif self._training and self._route.source is not None:
-            dtype, shape, bits = self._control.receive(self._route.source, "loss")
-            loss = torch.frombuffer(bytearray(bits), dtype=dtype).reshape(shape).to(self._device)
+            shape, value, dtype = self._control.receive(self._route.source, "loss")
+            loss = torch.full(shape, value, dtype=dtype, device=self._device)
         for sender in self._senders.values():
             sender.finish()
         self._control.finish()
-        if self._progress is not None:
+        if self._accelerated:
             self._detector.device_waits.note()
         if self._detector.noticed:
-            self._detector.refuse_after_notice()  # or garbage would reach the optimizer
+            self._detector.refuse()  # or garbage would reach the optimizer
         return loss
 
     def _pass_on(self, loss: Tensor | None) -> Tensor:
         """The loss of a training step, from accelerator to accelerator."""
-        source, targets = self._route
-        known = self._agreement.loss
+        (source, targets), known, connection = self._route, self._agreement.loss, self._connections.loss
         if source is None:
             assert loss is not None
             spec = known or TensorSpec.of(loss)
         else:
             spec = known or self._control.receive(source, "loss")
-            buffer = self._of_loss.buffer(spec, source, self._device)
-            self._of_loss.wait(self._of_loss.receive(buffer, source, _LOSS_TAG), None, source)
+            buffer = connection.buffer(spec, source, self._device)
+            connection.wait(connection.receive(buffer, source, _LOSS_TAG), None, source)
             loss = buffer.tensor
         self._agreement.loss = spec
         for target in targets:
             if known is None:
                 self._control.send(target, "loss", spec)
-            sender = Sender(self._of_loss, target)
+            sender = Sender(connection, target)
             sender.send([flat(loss)], _LOSS_TAG)
             sender.finish()
         return loss
@@ -373,11 +336,10 @@ class PointToPoint:
 
         Waits for the device, so that whatever it does after a failure elsewhere has been noticed.
         """
-        self._session.refuse_after_failure()
-        self._session.synchronize()
         try:
-            self._detector.refuse_after_notice()
-            yield self._collectives
+            self._synchronize()
+            self._detector.refuse()
+            yield self._connections.collectives
         except Exception as error:
             if isinstance(error, ActionError) or not self.is_let_down(error):
                 raise
@@ -389,19 +351,15 @@ class PointToPoint:
     @contextmanager
     def collectives_of_all(self) -> Iterator[ObjectCollectives]:
         """Same as `collectives`, but for all processes of the job."""
-        detector = self._detector
         with self.collectives():
-            try:
-                yield detector.object_collectives(self._session.timeout_s)
-            except PeerError as error:
-                raise error.numbered(detector.ranks) from error
+            yield self._detector.object_collectives()
 
     def is_let_down(self, error: BaseException) -> bool:
         """Whether an error says that another rank is missing."""
         return self._detector.peer_error(error) is not None
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        return self._session.abort(action, error)
+        return self._detector.end(action, error)
 
 
 def gather_timeline(

@@ -1,16 +1,13 @@
 """The ends of a direction of an edge: how many messages are on their way, and into which memory they come.
 
 A send that nobody waits for keeps its tensors alive, and one that is waited for at once makes its stage as
-slow as the receiver; between the two is a short queue. A receive that is posted only when its message is
-needed makes the sender wait, and one buffer for each micro-batch would give back the memory that a schedule
-saves; so receives are posted in the order of need, as many as the ring has slots (`plan.edges`), as soon as a
-spec says how large the message is.
+slow as the receiver; between the two is a short queue. Receives are posted in the order of need, as many as
+the ring has slots (`plan.edges`), as soon as a spec says how large the message is.
 
 The first rank alone sees the batch, and the shapes of what travels show in the first real micro-batch. What
 ranks tell each other of that is read by the host before anything can be received, so it has a connection of
 its own, which is never NCCL's, and queues behind no activation (`Control`). Between two ranks it is one
 stream of frames: each holds a key, which says what it is about, and an object; what does not fit follows.
-Some receives of frames are always posted.
 
     a step             its header, from rank to rank in the order of their first stages
     an edge            a spec before the first message of each size, and, where messages are trees,
@@ -20,6 +17,7 @@ Some receives of frames are always posted.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
@@ -79,8 +77,8 @@ class Sender:
     def send(
         self, tensors: list[Tensor], tag: int, action: Action | None = None, *, bounded: bool = False
     ) -> None:
-        """Starts to send flat tensors, with `tag` and the following ones, to `action`, which an error will
-        name; if `bounded`, waits for the oldest one where it is one too many.
+        """Starts to send flat tensors, with `tag` and the following ones, to `action`, for errors; if
+        `bounded`, waits for the oldest one where it is one too many.
         """
         queue, send, target = self._queue, self._connection.send, self.target
         works = [send(tensor, target, tag + i, action) for i, tensor in enumerate(tensors) if tensor.numel()]
@@ -133,24 +131,16 @@ def changed(what: str) -> RuntimeError:
     )
 
 
-class Progress:
-    """How many calls the transport has had in a step: messages of the chain that have left the rank, and
-    micro-batches that a stage is done with. On accelerators receives wait for their number (`plan.edges`).
-    """
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-
 class ReceiveQueue:
-    """The receives of one direction from one rank, which are posted in one order: NCCL takes what comes for
-    the receive that was posted first. `order` has the receiver of each.
+    """The receives of one direction from one rank, which are posted in one order, as NCCL matches them;
+    `order` has the receiver of each. On accelerators receives wait for their number of `calls` in a step
+    (`plan.edges`): messages of the chain that have left, and micro-batches that a stage is done with.
     """
 
-    def __init__(self, connection: Connection, source: int, progress: Progress | None, *, back: bool) -> None:
-        self.connection, self.source, self.progress, self.back = connection, source, progress, back
+    def __init__(self, connection: Connection, source: int, *, back: bool) -> None:
+        self.connection, self.source, self.back = connection, source, back
         self.order: Sequence[Receiver] = ()
-        self.position = 0  # in it, of the next one to be posted
+        self.position = self.calls = 0  # the position of the next one to be posted
 
     def post(self) -> None:
         """Posts every receive that has its turn, a slot and a known spec, and whose time has come."""
@@ -162,10 +152,8 @@ class ReceiveQueue:
 
 
 class Receiver:
-    """The end at which messages arrive; `tags` is the first tag of the message of each micro-batch.
-
-    A message comes into memory of its own, which lives as long as somebody holds its tensors. As many are
-    posted as the ring has slots (`plan.edges`).
+    """The end at which messages arrive, as many as the ring has slots (`plan.edges`), each in memory of its
+    own; `tags` is the first tag of the message of each micro-batch.
     """
 
     def __init__(self, queue: ReceiveQueue, rings: Rings, device: torch.device, tags: Sequence[int]) -> None:
@@ -198,9 +186,7 @@ class Receiver:
             return False
         microbatch, queue = self._unposted[0], self.queue
         spec = self._specs.get(self._lengths[microbatch])
-        if spec is None:
-            return False
-        if queue.progress is not None and queue.progress.calls < self._after[microbatch]:
+        if spec is None or (self._after and queue.calls < self._after[microbatch]):
             return False
         self._unposted.popleft()
         buffer, receive = queue.connection.buffer, queue.connection.receive
@@ -235,8 +221,8 @@ class Receiver:
 
 # What ranks tell each other beside the tensors
 
-_FRAME = TensorSpec((1024,), (1,), torch.uint8)
-_LENGTH_BYTES = 8
+_FRAME_BYTES, _LENGTH_BYTES = 1024, 8
+_FRAME = TensorSpec((_FRAME_BYTES,), (1,), torch.uint8)
 # Frames that may come from each rank before one is read; each frame takes a page of shared memory.
 FRAMES_AHEAD = 2
 _FRAME_TAG, _REST_TAG = 0, 1
@@ -260,23 +246,19 @@ class Agreements:
     def __init__(self) -> None:
         self.found: dict[int, Agreement] = {}
         self._numbers: dict[Hashable, int] = {}  # by signature, on the first rank
-        self._given = 0
+        self._given = itertools.count()
 
     def number(self, signature: Hashable) -> int:
         """The number of steps of this kind, on the first rank."""
         if signature not in self._numbers:
-            self._numbers[signature] = self._given
-            self._given += 1
-            if len(self._numbers) > MOST_AGREEMENTS:
-                del self._numbers[next(iter(self._numbers))]
+            _add(self._numbers, signature, next(self._given))
         return self._numbers[signature]
 
-    def add(self, number: int, agreement: Agreement) -> Agreement:
-        """Adds the agreement of a new number; the oldest is forgotten, on every rank alike."""
-        self.found[number] = agreement
-        if len(self.found) > MOST_AGREEMENTS:
-            del self.found[next(iter(self.found))]
-        return agreement
+    def add(self, number: int, lengths: tuple[int, ...]) -> Agreement:
+        """The agreement of a new number."""
+        made = Agreement(lengths)
+        _add(self.found, number, made)
+        return made
 
     def forget(self) -> None:
         """Forgets all agreements, on every rank alike."""
@@ -290,42 +272,37 @@ class Control:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._senders: dict[int, Sender] = {}
-        self._posted: dict[int, deque[tuple[Buffer, Transit]]] = {}
-        self._free: dict[int, list[Buffer]] = {}  # have been read
+        self._ahead: dict[int, int] = {}  # frames that may come from a rank before they are asked for
+        self._posted: dict[int, deque[tuple[Buffer, Transit]]] = defaultdict(deque)
         self._unread: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)  # by rank and key
 
     def expect(self, source: int, count: int = FRAMES_AHEAD) -> None:
         """Lets this many frames come from rank `source` before they are asked for."""
-        posted, free = self._posted.setdefault(source, deque()), self._free.setdefault(source, [])
-        missing = count - len(posted) - len(free)
-        if missing > 0:
-            free += [self._connection.buffer(_FRAME, source, _CPU) for _ in range(missing)]
-            self._post(source)
+        self._ahead[source] = max(count, self._ahead.get(source, 0))
+        self._post(source)
 
     def _post(self, source: int) -> None:
-        """Posts receives into the frames that have been read."""
-        free, posted = self._free[source], self._posted[source]
-        if free:
-            while free:
-                posted.append((free[-1], self._connection.receive(free[-1], source, _FRAME_TAG)))
-                free.pop()
-            self._connection.flush(source)
+        """Posts receives for the frames that may come."""
+        posted, connection = self._posted[source], self._connection
+        if len(posted) < self._ahead[source]:
+            while len(posted) < self._ahead[source]:
+                buffer = connection.buffer(_FRAME, source, _CPU)
+                posted.append((buffer, connection.receive(buffer, source, _FRAME_TAG)))
+            connection.flush(source)
 
     def send(self, target: int, key: Hashable, content: Any, action: Action | None = None) -> None:
         """Tells rank `target` something about `key`; `action` is what an error will name."""
         data = pickle.dumps((key, content))
-        whole = bytearray(_FRAME.num_bytes)
+        whole = bytearray(_FRAME_BYTES)
         whole[: _LENGTH_BYTES + len(data)] = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-        frames = torch.frombuffer(whole, dtype=torch.uint8)
-        size = _FRAME.num_bytes
-        parts = [frames] if len(frames) == size else [frames[:size], frames[size:]]
+        frame = torch.frombuffer(whole, dtype=torch.uint8)
         if target not in self._senders:
             self._senders[target] = Sender(self._connection, target)
-        self._senders[target].send(parts, _FRAME_TAG, action)
+        self._senders[target].send([frame[:_FRAME_BYTES], frame[_FRAME_BYTES:]], _FRAME_TAG, action)
 
     def receive(self, source: int, key: Hashable, action: Action | None = None) -> Any:
         """The next that rank `source` tells about `key`."""
-        if source not in self._posted:
+        if source not in self._ahead:
             self.expect(source)
         unread, posted = self._unread[source, key], self._posted[source]
         while not unread:
@@ -338,25 +315,28 @@ class Control:
             buffer, work = posted.popleft()
             self._connection.wait(work, action, source)
             data = buffer.tensor.numpy().tobytes()
-            self._free[source].append(buffer)
+            del buffer  # the next frame may take its memory
             end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
             if end > len(data):
                 rest = TensorSpec((end - len(data),), (1,), torch.uint8)
-                data += self._receive_now(rest, source, _REST_TAG, action).numpy().tobytes()
+                buffer = self._connection.buffer(rest, source, _CPU)
+                work = self._connection.receive(buffer, source, _REST_TAG, action)
+                self._connection.wait(work, action, source)
+                data += buffer.tensor.numpy().tobytes()
             about, content = pickle.loads(data[_LENGTH_BYTES:end])
             self._unread[source, about].append(content)
         return unread.popleft()
 
     def finish(self) -> None:
         """Waits until everything that was sent is gone, as it is for others in turn."""
-        for source in self._posted:
+        for source in self._ahead:
             with suppress(PeerError):  # a rank with no more to send may be gone
                 self._post(source)
         for sender in self._senders.values():
             sender.finish()
 
-    def _receive_now(self, tensor_spec: TensorSpec, source: int, tag: int, action: Action | None) -> Tensor:
-        buffer = self._connection.buffer(tensor_spec, source, _CPU)
-        if tensor_spec.num_bytes:
-            self._connection.wait(self._connection.receive(buffer, source, tag, action), action, source)
-        return buffer.tensor
+
+def _add(known: dict[Any, Any], key: Hashable, value: object) -> None:
+    known[key] = value
+    if len(known) > MOST_AGREEMENTS:
+        del known[next(iter(known))]

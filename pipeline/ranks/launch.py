@@ -1,11 +1,9 @@
-"""Starts one process per stage on this host, and says what it is held to.
+"""Starts one process per stage on this host, and says what it is held to: compute threads, a core, and how
+memory comes from the system. On CPUs the stages compete for cores unless told otherwise, and glibc gives
+every large tensor back to the system when it is freed, only to fault its pages in again a moment later.
 
 For several hosts, or to start a script, use `torchrun` (docs/running.md); a script calls `start_process`
 itself.
-
-That is compute threads, a core, and how memory comes from the system. On CPUs the stages compete for cores
-unless told otherwise, and glibc gives every large tensor back to the system when it is freed, only to fault
-its pages in again a moment later: thousands of page faults a step.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context, resource_tracker
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,10 +49,8 @@ def launch(
 
     `function` must be importable by name and its results picklable. If a process fails, the others are ended
     and a `torch.multiprocessing.spawn.ProcessException` shows the failure. An interrupt ends all of them and
-    is raised; on Linux they end with this process, whatever ends it.
-
-    The processes talk to each other by the loopback interface: no other host reaches the store that they meet
-    in, nor, on CPUs, their connections, unless GLOO_SOCKET_IFNAME names another interface.
+    is raised; on Linux they end with this process, whatever ends it. No other host reaches the store that
+    they meet in, nor, on CPUs, their connections, unless GLOO_SOCKET_IFNAME names another interface.
 
     `device` is "cpu", "cuda" or another type of accelerator, of which every process gets one, or "auto": an
     accelerator each where there is any, else the CPU. `ValueError`, before anything is started, where there
@@ -81,8 +76,8 @@ def launch(
     own = get_context(START_METHOD)
     results, connected = own.SimpleQueue(), own.Barrier(num_processes)
     given = (function, num_processes, port, results, connected, threads, pin, device, *arguments)
-    # A keyboard's interrupt goes to all processes of a terminal. One that is just starting would say so with
-    # a traceback out of the middle of an import; so it inherits this thread's mask, until `_run` lifts it.
+    # A process that is just starting would answer a keyboard's interrupt with a traceback out of an import;
+    # so it inherits this thread's mask, until `_run` lifts it.
     resource_tracker.ensure_running()  # which lets interrupts through again once it has started
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -91,11 +86,11 @@ def launch(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     found: dict[int, bytes] = {}
     try:
-        while not context.join(_LOOK_S):
+        is_over = False
+        while not is_over:
+            is_over = context.join(_LOOK_S)
             while not results.empty():  # a pipe that is full would hold up who writes into it
                 found.update([results.get()])
-        while not results.empty():
-            found.update([results.get()])
     finally:
         for process in context.processes:
             process.kill()
@@ -116,7 +111,7 @@ def check_devices(device: str, num_processes: int) -> str:
     count = devices.count(kind)
     if kind != "cpu" and count < num_processes:
         raise ValueError(
-            f"{_number(num_processes, 'process', 'processes')}, {_number(count, 'GPU', 'GPUs')}: each "
+            f"{num_processes} process{'es' * (num_processes != 1)}, {count} GPU{'s' * (count != 1)}: each "
             f"process takes a device of type {kind} of its own; start "
             + (f"at most {count}, or " if count else "")
             + "all of them on the CPU with device='cpu'"
@@ -136,9 +131,9 @@ def start_process(
     its device.
 
     `device` is as in `launch`: `ValueError` where this host has fewer accelerators than processes. Where
-    CUDA_VISIBLE_DEVICES shows a process one alone, as schedulers do, that one is its own. A process
-    that drives an accelerator is not held to one core, whatever `pin` says, and its CUDA device has a queue
-    for each stream, unless CUDA_DEVICE_MAX_CONNECTIONS is set. On exit the process group is destroyed.
+    CUDA_VISIBLE_DEVICES shows a process one alone, as schedulers do, that one is its own. `pin` is for CPUs.
+    A CUDA device has a queue for each stream, unless CUDA_DEVICE_MAX_CONNECTIONS is set. On exit the process
+    group is destroyed.
     """
     os.environ.setdefault(*_QUEUES)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -157,10 +152,6 @@ def start_process(
         yield own
     finally:
         dist.destroy_process_group()
-
-
-def _number(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
 
 
 def _run(
@@ -192,18 +183,16 @@ def _run(
 
 # glibc's mallopt parameters and a size that no tensor of a micro-batch exceeds.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BYTES = -1, -3, 2**30
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _cores: list[set[int]] = []  # that this process had before it was pinned
 
 
 def prepare_process(local_rank: int, *, threads: int = 1, pin: bool = True) -> None:
-    """Gives this process `threads` compute threads, the cores of its turn and an allocator that keeps what it
-    has.
+    """Gives this process `threads` compute threads, the cores of its turn and, with glibc, an allocator that
+    keeps freed memory for the next allocation.
 
     With `pin`, local rank r gets the r-th of the allowed cores, or the r-th run of `threads` cores; ranks
-    beyond the last core start over, so that stages share cores evenly. That is for stages that compute on
-    CPUs: in front of an accelerator the main thread, the engine of the backward and the threads of the
-    network would take turns on the one core, and the device would wait for them.
+    beyond the last core start over. That is for stages that compute on CPUs: in front of an accelerator all
+    threads of the process would take turns on the one core, and the device would wait for them.
     """
     torch.set_num_threads(threads)
     if pin and hasattr(os, "sched_setaffinity"):
@@ -214,19 +203,6 @@ def prepare_process(local_rank: int, *, threads: int = 1, pin: bool = True) -> N
             _cores.append(set(cores))
             os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, _cores[0]))
         os.sched_setaffinity(0, cores[first : first + threads])
-    keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory for the next allocation; does nothing where there is no glibc."""
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
-
-
-def machine_id() -> str:
-    """Returns a text that is equal for two processes only if one kernel runs both."""
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+    if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)

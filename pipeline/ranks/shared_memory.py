@@ -1,10 +1,9 @@
 """Messages between two processes of one host through memory that both map.
 
-gloo serves every message with threads of its own, which on CPUs compete with the stages for their cores:
-several wake-ups and system calls a message, and the data travels through the kernel twice. Between processes
-of one host the sender can instead copy straight into the buffer that the receiver has posted, and a few bytes
-on a local socket say so. No thread is involved; a process moves its messages along whenever it posts or
-waits. A process that dies closes its socket, so that its neighbours know at once.
+gloo serves every message with threads of its own, which on CPUs compete with the stages for their cores, and
+the data travels through the kernel twice. Here the sender copies straight into the buffer that the receiver
+has posted, and a few bytes on a local socket say so. No thread is involved; a process moves its messages
+along whenever it posts or waits. A process that dies closes its socket, so that its neighbours know at once.
 
     receiver   empty --- post(tag, place) ----------------- wait ............ arrived
     sender                       '--> knows the place   copy, done(tag) ------'
@@ -43,10 +42,9 @@ Key = tuple[int, int]  # channel and tag
 class Memory:
     """Bytes that a neighbour maps and writes, in whole pages. They are free when no tensor lives in them.
 
-    A layer may pass its input or the gradient of its output on as it is, or a view of it; autograd may make a
-    gradient that arrives the `.grad` of a parameter; a hook may keep what it sees. All of them then live in
-    the memory that a message came into, for as long as they like, and nobody announces it. torch counts the
-    tensors of every storage, so memory is used again only when its owner's is the only one left.
+    What a message brought may live on in an output, a `.grad` or a hook, as it is or as a view, and nobody
+    announces it. torch counts the tensors of every storage, so memory is used again only when its owner's is
+    the only one left.
     """
 
     __slots__ = ("address", "bytes", "is_used", "number", "own")
@@ -59,10 +57,8 @@ class Memory:
 
 
 class Neighbour:
-    """This process's end of the connection to one other process.
-
-    Messages of one channel and tag arrive in the order in which they are sent, in buffers in the order in
-    which these are posted. Every method may raise `RuntimeError` when the other process is gone.
+    """This process's end of the connection to one other process. Messages of one channel and tag arrive in
+    order. Every method may raise `RuntimeError` when the other process is gone.
     """
 
     def __init__(self, link: socket.socket, timeout_s: float) -> None:
@@ -130,9 +126,8 @@ class Neighbour:
         del self._mine[memory.bytes.data_ptr()]
 
     def post(self, channel: int, tag: int, buffer: Tensor) -> Arrival:
-        """Lets the next message of this channel and tag come into a buffer made by `empty`.
-
-        The other process learns of it at the next `flush`, `send` or wait.
+        """Lets the next message of this channel and tag come into a buffer made by `empty`, of which the
+        other process learns at the next `flush`, `send` or wait.
         """
         memory = self._mine[buffer.data_ptr()]
         self._unwritten += _RECORD.pack(_POSTED, channel, tag, memory.number, 0)
@@ -243,25 +238,20 @@ class Neighbour:
             try:
                 written = self._link.sendmsg([record], ancillary or [])
             except BlockingIOError:
-                self._wait_writable()
+                # Until the other process has read some of its many records; it may wait for the same here.
+                poll = select.poll()
+                poll.register(self._link, select.POLLIN | select.POLLOUT)
+                found = poll.poll(self._timeout_s * 1e3)
+                if not found:
+                    raise RuntimeError(f"timed out after {self._timeout_s:g} s") from None
+                if found[0][1] & ~select.POLLOUT:
+                    self._read()
                 continue
             except OSError as error:
                 raise RuntimeError(f"connection closed: {error}") from error
             if written == len(record):
                 return
             record, ancillary = record[written:], None
-
-    def _wait_writable(self) -> None:
-        """Until the other process has read some of its many records; it may be waiting for the same of this
-        one.
-        """
-        poll = select.poll()
-        poll.register(self._link, select.POLLIN | select.POLLOUT)
-        found = poll.poll(self._timeout_s * 1e3)
-        if not found:
-            raise RuntimeError(f"timed out after {self._timeout_s:g} s")
-        if found[0][1] & ~select.POLLOUT:
-            self._read()
 
 
 def _map(descriptor: int, size: int) -> Tensor:

@@ -1,10 +1,9 @@
 """Messages from rank to rank: through shared memory to neighbours on this host, else through
 torch.distributed.
 
-Outside of steps all ranks of a group find out small things together, rarely (`ObjectCollectives`): whether
-all ranks build the same, what happened when, and sums of weights that ranks share. torch's collectives wait
-as long as the user's process group says, half an hour by default, and cannot say for whom. Here each rank
-waits for every other one by itself, so that an error names the one that is missing.
+Outside of steps all ranks find out small things together, rarely (`ObjectCollectives`). torch's collectives
+wait as long as the user's process group says, and cannot say for whom. Here each rank waits for every other
+one by itself, so that an error names the one that is missing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import math
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -77,9 +77,9 @@ class Buffer(NamedTuple):
 class DeviceWaits:
     """The ranks that an accelerator waits for, in the order of its waits.
 
-    The host goes on while its device waits, and would not know that the device waits in vain. So an event (a
-    mark) is recorded behind every wait that the device is given, and behind what it computes. The thread that
-    watches the rank looks for the first mark that the device has not reached. `now` is a clock in seconds.
+    The host goes on while its device waits, perhaps in vain. So an event (a mark) is recorded behind every
+    wait that the device is given, and behind what it computes, and the thread that watches the rank looks for
+    the first mark that the device has not reached. `now` is a clock in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -125,43 +125,41 @@ class DeviceWaits:
         return PeerError(marks[0].action, marks[0].peer, what, timed_out=True)
 
 
+@dataclass(slots=True)
 class _Mark:
     """Where the device waits for rank `peer`; `event` once the wait has been given to it."""
 
-    __slots__ = ("action", "event", "peer")
-
-    def __init__(self, action: Action | None, peer: int | None) -> None:
-        self.action, self.peer, self.event = action, peer, None
+    action: Action | None
+    peer: int | None
+    event: Any = None
 
 
 class Connection:
-    """Messages of one kind between all ranks. Those of one direction and tag arrive in order.
+    """Messages of one kind between all ranks, which errors call `ranks`. Those of one direction and tag
+    arrive in order.
 
-    With `types`, those of the network, tensors of other types travel as bytes; `waits` is where a wait that
-    holds up an accelerator alone is noted.
+    Messages to and from `neighbours` take this `channel` of their shared memory. With `types`, those of the
+    network, tensors of other types travel as bytes; waits that hold up an accelerator alone are noted in
+    `waits`.
     """
 
     def __init__(
         self,
         backend: Any,
-        channel: int,
-        neighbours: dict[int, Neighbour],
+        ranks: Sequence[int],
+        neighbours: Mapping[int, Neighbour] | None = None,
+        channel: int = 0,
+        *,
         types: frozenset[torch.dtype] | None = None,
         waits: DeviceWaits | None = None,
     ) -> None:
-        self.backend, self._channel, self._neighbours = backend, channel, neighbours
+        self.backend, self.ranks, self._neighbours, self._channel = backend, ranks, neighbours or {}, channel
         self._types, self._waits = types, waits
-        self._bare: Connection | None = None
 
     @property
     def shared_bytes(self) -> int:
         """Size of the buffers that neighbours write into, over all connections to them."""
         return sum(neighbour.buffer_bytes for neighbour in self._neighbours.values())
-
-    def over_network(self) -> Connection:
-        """Returns the same connection without neighbours: everything goes over the network."""
-        self._bare = Connection(self.backend, self._channel, {}, self._types)
-        return self._bare
 
     def buffer(self, tensor_spec: TensorSpec, source: int, device: torch.device) -> Buffer:
         """Where to receive a tensor from rank `source`."""
@@ -173,7 +171,7 @@ class Connection:
         try:
             shared = neighbour.empty(num_bytes)
         except RuntimeError as error:
-            raise unreachable(None, source, error) from error
+            raise unreachable(None, self.ranks[source], error) from error
         memory = shared.view(tensor_spec.dtype)
         return Buffer(memory.as_strided(tensor_spec.shape, tensor_spec.stride), memory, shared)
 
@@ -184,7 +182,7 @@ class Connection:
                 return self._neighbours[source].post(self._channel, tag, buffer.shared)
             return self.backend.recv([self._typed(buffer.flat)], source, tag)  # type: ignore[no-any-return]
         except RuntimeError as error:
-            raise unreachable(action, source, error) from error
+            raise unreachable(action, self.ranks[source], error) from error
 
     def flush(self, source: int) -> None:
         """Makes posted receives known to rank `source`."""
@@ -193,7 +191,7 @@ class Connection:
             try:
                 neighbour.flush()
             except RuntimeError as error:
-                raise unreachable(None, source, error) from error
+                raise unreachable(None, self.ranks[source], error) from error
 
     def send(self, tensor: Tensor, target: int, tag: int, action: Action | None = None) -> Transit:
         """Starts to send a flat tensor, which must not change before the work is done."""
@@ -203,7 +201,7 @@ class Connection:
                 return neighbour.send(self._channel, tag, tensor)
             return self.backend.send([self._typed(tensor)], target, tag)  # type: ignore[no-any-return]
         except RuntimeError as error:
-            raise unreachable(action, target, error) from error
+            raise unreachable(action, self.ranks[target], error) from error
 
     def _typed(self, tensor: Tensor) -> Tensor:
         if self._types is None or tensor.dtype in self._types:
@@ -214,12 +212,12 @@ class Connection:
         """Waits for a message from or to rank `peer`; `action` is what an error will name."""
         try:
             if self._waits is not None:
-                with self._waits.waiting(action, peer):
+                with self._waits.waiting(action, self.ranks[peer]):
                     work.wait()
                 return
             work.wait()
         except RuntimeError as error:
-            raise unreachable(action, peer, error) from error
+            raise unreachable(action, self.ranks[peer], error) from error
 
     def cut(self, *, beside: bool = False) -> None:
         """Makes every wait fail, here and on the other ranks; the connection cannot be used again.
@@ -241,9 +239,7 @@ class Connection:
                     work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Ends the connection in good order, when everything sent is gone. With gloo, whose threads and
-        sockets end then, it takes 10 ms for each rank. Closing again does nothing.
-        """
+        """Ends the connection in good order, when everything sent is gone. Closing again does nothing."""
         for neighbour in self._neighbours.values():
             neighbour.close()
         if self.backend is None:
@@ -252,8 +248,6 @@ class Connection:
             self.backend.shutdown()
             return
         self.backend = None
-        if self._bare is not None:
-            self._bare.backend = None
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -271,7 +265,7 @@ def unreachable(action: Action | None, peer: int, error: RuntimeError) -> PeerEr
     text = cleaned(lines[0])
     if "timed out" in text.lower():
         return PeerError(action, peer, f"did not answer: {text}", timed_out=True)
-    return PeerError(action, peer, f"disappeared: {text}", timed_out=False)
+    return PeerError(action, peer, f"disappeared: {text}")
 
 
 def cleaned(line: str) -> str:
@@ -284,12 +278,13 @@ T = TypeVar("T")
 
 
 class ObjectCollectives:
-    """One rank's part in what `size` ranks do at the same time. Every method may raise `PeerError`."""
+    """One rank's part in what all ranks of a connection do at the same time. Every method may raise
+    `PeerError`.
+    """
 
-    def __init__(self, connection: Connection, rank: int, size: int) -> None:
-        # Without the neighbours' shared memory, whose messages move only while their sender waits for one.
-        self._connection = connection.over_network()
-        self.rank, self.size = rank, size
+    def __init__(self, connection: Connection, rank: int) -> None:
+        # Without neighbours' shared memory, whose messages move only while their sender waits for one.
+        self._connection, self.rank, self.size = connection, rank, len(connection.ranks)
 
     def gather(self, mine: T) -> list[T]:
         """Returns the `mine` of every rank, in rank order; every rank must call it."""
@@ -320,11 +315,10 @@ class ObjectCollectives:
         """A tensor of the shape and dtype of `like`, on its device."""
         if not self._receive(TensorSpec((1,), (1,), torch.bool), source, _NUMBER_TAG):
             return None
+        if not like.numel():
+            return torch.empty_like(like)
         tensor_spec = TensorSpec.of(torch.empty(like.shape, dtype=like.dtype, device="meta"))
-        received = (
-            self._receive(tensor_spec, source, _TENSOR_TAG) if like.numel() else torch.empty(like.shape)
-        )
-        return received.to(like.device, like.dtype)
+        return self._receive(tensor_spec, source, _TENSOR_TAG).to(like.device)
 
     def _send(self, tensor: Tensor, target: int, tag: int) -> None:
         self._connection.wait(self._connection.send(tensor, target, tag), None, target)

@@ -92,7 +92,7 @@ ASKED = {
     "PrefixStore": (dist, "ranks/failure.py"),
     "get_group_store": (dist.ProcessGroup, "ranks/failure.py"),
     "_flatten": (DeviceMesh, "mesh/grid.py"),
-    "_fsdp_api": (torch.distributed.fsdp._fully_shard, "mesh/sharding.py"),
+    "_fsdp_collectives": (torch.distributed.fsdp._fully_shard, "mesh/sharding.py"),
     "_get_fsdp_state": (FSDPModule, "mesh/sharding.py"),
     "_root_post_backward_final_callback": (FSDPState, "mesh/sharding.py"),
     "_unscale_grads_": (torch.amp.GradScaler, "mesh/gradients.py"),

@@ -72,20 +72,6 @@ def test_more_processes_than_gpus_are_refused(gpus: int, device: str, number: in
 
 
 @pytest.mark.parametrize("gpus", [1], indirect=True)
-def test_processes_on_the_cpu_need_no_gpu(gpus: int) -> None:
-    assert launch.launch(nothing, 2, device="cpu") == ["ran", "ran"]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "device", "num_processes", "kind"),
-    [(0, "auto", 8, "cpu"), (2, "auto", 2, "cuda"), (4, "cuda:0", 3, "cuda"), (2, "cpu", 9, "cpu")],
-    indirect=["gpus"],
-)
-def test_the_type_of_device_that_processes_get(gpus: int, device: str, num_processes: int, kind: str) -> None:
-    assert launch.check_devices(device, num_processes) == kind
-
-
-@pytest.mark.parametrize("gpus", [1], indirect=True)
 @pytest.mark.parametrize(("rank", "size"), [("0", "2"), ("1", "")])
 def test_a_process_of_torchrun_says_it_before_it_joins_the_others(
     gpus: int, rank: str, size: str, monkeypatch: pytest.MonkeyPatch
@@ -104,14 +90,10 @@ def test_a_process_of_torchrun_says_it_before_it_joins_the_others(
     ("gpus", "device", "shown", "given", "cores"),
     [
         (2, "auto", "", "cuda:1", []),  # network and autograd threads on one core would keep it waiting
+        (0, "auto", "", "cpu", [{1}]),
         (2, "cpu", "", "cpu", [{1}]),
-        (
-            1,
-            "auto",
-            "3",
-            "cuda:0",
-            [],
-        ),  # as schedulers start processes: the one it is shown, whatever its rank
+        # As schedulers start processes: the one it is shown, whatever its rank.
+        (1, "auto", "3", "cuda:0", []),
     ],
     indirect=["gpus"],
 )
@@ -219,8 +201,10 @@ def test_one_gpu_alone_takes_what_the_engine_asks_of_nccl() -> None:
     with itself, short ones and such as take many blocks of the network's buffers, if they are grouped.
     """
     device = torch.device("cuda")
-    keys: Any = types.SimpleNamespace(under=lambda name: dist.HashStore(), has_failed=lambda: False)
-    alone = failure.backend(keys, 0, 1, name="alone", accelerated=True, timeout_s=60.0)
+    keys: Any = types.SimpleNamespace(
+        under=lambda name: dist.HashStore(), failure=lambda: None, ranks=(0,), rank=0, timeout_s=60.0
+    )
+    alone = failure.backend(keys, "alone", accelerated=True)
     assert alone.name() == "nccl"  # by which the engine tells how to cut a connection
     for num_elements in (1, 1000, 2**20, 2**26):
         sent = torch.arange(num_elements, dtype=torch.float32, device=device)

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,8 +131,8 @@ def test_where_one_rank_is_out_of_reach_all_take_the_network(
             return [said[what][other] for other in range(3)]
 
         others, willing = {0, 1, 2} - {rank}, why != "unwilling" or rank != 1
-        options = {"device_type": "cpu", "willing": willing, "timeout_s": TIMEOUT_S}
-        return neighbours(exchange, rank, sorted(others), **options)
+        store: Any = SimpleNamespace(exchange=exchange, ranks=range(3), rank=rank, timeout_s=TIMEOUT_S)
+        return neighbours(store, sorted(others), device_type="cpu", willing=willing)
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(meet, range(3))) == [{}, {}, {}]

@@ -199,15 +199,8 @@ class Row(NamedTuple):
         schedule = getattr(self.schedule, "name", self.schedule)
         of = [f"{name}={value}" for name, value in self.options.items() if name in ("zero", "sequence")]
         number = "" if self.rtol < 1e-6 else "float32"
-        said = (
-            self.model,
-            self.where,
-            schedule,
-            self.remat,
-            self.messages.replace("memory", ""),
-            *of,
-            number,
-        )
+        messages = self.messages.replace("memory", "")
+        said = (self.model, self.where, schedule, self.remat, messages, *of, number)
         return ", ".join(each.strip() for each in said if each.strip())
 
     @property

@@ -412,21 +412,21 @@ class _Store:
 
     host, is_in_rank = 0, True
 
-    def __init__(self, world: World, number: int, rank: int) -> None:
-        self._world, self._rank = world, rank
+    def __init__(self, world: World, number: int, rank: int, timeout_s: float) -> None:
+        self._world, self.rank, self.ranks, self.timeout_s = world, rank, tuple(range(world.size)), timeout_s
         self._values: dict[str, bytes] = world.shared.setdefault(("store", number), {})
 
-    def exchange(self, what: str, mine: str, *, rank: int, size: int, timeout_s: float) -> list[str]:
-        self._values[f"{what} of {rank}"] = mine.encode()
-        keys = [f"{what} of {other}" for other in range(size)]
-        self._world.wait_until(self._rank, lambda: all(key in self._values for key in keys), what)
+    def exchange(self, what: str, mine: str) -> list[str]:
+        self._values[f"{what} of {self.rank}"] = mine.encode()
+        keys = [f"{what} of {other}" for other in self.ranks]
+        self._world.wait_until(self.rank, lambda: all(key in self._values for key in keys), what)
         return [self._values[key].decode() for key in keys]
 
-    def get(self, key: str, limit_s: float = 1.0) -> bytes | None:
-        return self._values.get(key)
+    def failure(self, limit_s: float = 1.0) -> bytes | None:
+        return self._values.get("failure")
 
-    def set_first(self, key: str, value: str) -> bytes:
-        return self._values.setdefault(key, value.encode())
+    def set_failure(self, text: str) -> bytes:
+        return self._values.setdefault("failure", text.encode())
 
 
 class FakeNetwork(Network):
@@ -434,18 +434,14 @@ class FakeNetwork(Network):
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
-        self.gpu = f"GPU-{rank}"
         self._num_pipelines = 0
 
     def store(self, timeout_s: float) -> Any:
         self._num_pipelines += 1
-        return _Store(self.world, self._num_pipelines, self.rank)
+        return _Store(self.world, self._num_pipelines, self.rank, timeout_s)
 
     def is_accelerated(self, device: torch.device) -> bool:
         return True
-
-    def identity(self, device: torch.device) -> str:
-        return self.gpu
 
     def synchronize(self, device: torch.device | None = None) -> None:
         """A wait for the whole device: for every kernel that this rank has given it."""
@@ -461,11 +457,11 @@ class FakeNetwork(Network):
         """What was waited for is there when it is made: the thread is the device."""
         return SimpleNamespace(query=lambda: True)
 
-    def backend(self, store: Any, name: str, *, accelerated: bool, timeout_s: float) -> Any:
+    def backend(self, store: Any, name: str, *, accelerated: bool, sums: bool = False) -> Any:
         name = f"{name} of pipeline {self._num_pipelines}"
         if accelerated:
             return NcclBackend(self.world, self.rank, name)
-        return HostBackend(self.world, self.rank, name, timeout_s)
+        return HostBackend(self.world, self.rank, name, store.timeout_s)
 
     def bounded(
         self, device: torch.device, call: Callable[[], T], limit_s: float, given_up: Callable[[], bool]

@@ -341,7 +341,7 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
         unsure = beyond_the_margin(trained, "images")
         found |= {
             "same_runs": f"{sum(exact(record) == 'identical' for record in same)} of {len(same)}",
-            "own_runs": f"{len(of_case(trained, 'done', part='own seeds'))}",
+            "own_runs": f"{len(of_case(trained, 'done', part='own seeds', model='images'))}",
             "unsure": " and ".join(map(str, unsure)) or "none",
             "widest": f"K = {widest}", "widest.times": f"{spread.get(widest, 0):.1f}",
         }  # fmt: skip

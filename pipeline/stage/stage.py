@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -121,6 +121,7 @@ class Stage:
         self._weights: dict[int, Weights] = {}  # what I left of each micro-batch for W
         self._transfers = Transfers()  # of the mini-batch and the targets
         self._feed: Sequence[Tree] | Arriving = ()
+        self._seed = lru_cache(16)(partial(torch.full, device=self.device))  # the gradient of a loss
         self._training = False
         self._losses: list[Tensor] = []  # of the micro-batches, each times its share
         self._shares: Sequence[float] = ()
@@ -486,8 +487,7 @@ class Stage:
                     "the loss depends on no parameter that requires a gradient; there is nothing to train"
                 )
             metadata = state.edges[0].node._input_metadata[state.edges[0].output_nr]
-            shape, dtype = tuple(metadata.shape), metadata.dtype
-            seed = torch.full(shape, self._shares[m], dtype=dtype, device=metadata.device)
+            seed = self._seed(tuple(metadata.shape), self._shares[m], dtype=metadata.dtype)
             if self._scaler is not None:
                 seed = self._scaler.scale(seed).to(metadata.dtype)
             return state.edges, (seed,)

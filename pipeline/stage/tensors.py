@@ -193,12 +193,13 @@ class _Entry(torch.autograd.Function):
         # Unlike a view of the same shape it keeps the strides of dimensions of length 1.
         return tensor.detach()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.exits[ctx.position] = gradient
-        return None, None, None
+
+def _leave(node: Any, gradient: Tensor) -> tuple[None, None, None]:
+    node.exits[node.position] = gradient
+    return None, None, None
 
 
 # `Function.apply` without what it does for functorch, which takes as long as the rest.
 enter: Callable[..., Tensor] = super(torch.autograd.Function, _Entry).apply
-ENTRY: type = _Entry._backward_cls  # of the nodes with which inputs enter a graph
+ENTRY: Any = _Entry._backward_cls  # of the nodes with which inputs enter a graph
+ENTRY.apply = _leave  # torch's looks for a `backward` and a `vjp` each time

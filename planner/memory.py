@@ -146,7 +146,7 @@ class Room:
         return (self._between_steps[-1] - self._all_ties) // self.schedule.num_workers
 
     def _fullest(self, worker: int, held: Sequence[HeldStage], remat: tuple[str, ...]) -> StageMemory:
-        moments = self._rows.moments(worker, remat)
+        moments = self._rows.moments(worker, tuple(["never" if each in WRAPPED else each for each in remat]))
         again = {moment.step.action.stage for moment in moments if moment.step.recomputed}
         more = max(max((*each.first, *each.last)) for each in held)
         mine = [*zip(self._rows.homes[worker], held, strict=True)]

@@ -122,8 +122,8 @@ def by_roofline(
                     copied=copied, known=known,
                 )  # fmt: skip
 
-            if tp > 1:
-                of("never", {})  # torch multiplies whole tensors once, for their shapes: no rank's work
+            if tp > 1 and not model.by_megatron:
+                of("never", {})  # DTensor multiplies whole tensors once, for their shapes: no rank's work
             known = dict[object, Noted]()
             plain, selective = of("never", known), of("selective", known)
         layers_s = _kinds(plain, device, fuses=fuses)

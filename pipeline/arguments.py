@@ -287,7 +287,7 @@ def _device(device: Device) -> torch.device:
         count = accelerators.count(found.type)
         if (found.index or 0) >= count:
             raise ValueError(
-                f"devices has {device!r}, and torch finds {count} of that type here; give 'cpu' or these"
+                f"devices has {device!r}, and torch finds {count} of that type here; give those, or 'cpu'"
             )
     return accelerators.exact(found)
 

@@ -19,6 +19,7 @@ an output lives on only if a layer saved it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from functools import cache
 from itertools import combinations
 from typing import Any, overload
 
@@ -114,7 +115,7 @@ class MicrobatchState:
     exits: Sequence[Tensor | None] = ()  # gradients of the inputs, once the backward has run
 
     def __init__(self, message: Message) -> None:
-        # The boundary inputs, leaves where they need a gradient, and which of them share memory with others.
+        # The boundary inputs, and which of them share memory with others.
         self.inputs, self.structure, self.needs_grad, self.aliases = message
         # What decides which of the stage's outputs need a gradient and which inputs its layers overwrite.
         self.kind: Hashable = self.needs_grad
@@ -140,14 +141,13 @@ class MicrobatchState:
         entered: Sequence[Tensor] = inputs
         if torch.is_grad_enabled() and True in self.needs_grad:
             exits: list[Tensor | None] = [None] * len(inputs)
-            leaves, entered = [*inputs], [*inputs]
+            entered = [*inputs]
             for position, needed in enumerate(self.needs_grad):
                 if needed:
-                    leaf = leaves[position] = leaves[position].detach().requires_grad_()
-                    entered[position] = enter(leaf, exits, position)
+                    entered[position] = enter(inputs[position], exits, position)
             if not again:
-                self.exits, self.inputs = exits, tuple(leaves)
-        elif not again:
+                self.exits = exits
+        if not again:
             self.inputs = inputs
         if watched is not None:
             watched += [(tensor, tensor._version) for tensor in entered]
@@ -156,8 +156,8 @@ class MicrobatchState:
     def keep_graph(
         self, outputs: Sequence[Tensor], announced: Sequence[bool] = (True,), stage: int = 0
     ) -> None:
-        """Keeps where the gradients enter the graph, and of the inputs only the leaves that take gradients
-        out. `RuntimeError` for an output that needs one, of which the next stage was told otherwise.
+        """Keeps where the gradients enter the graph, and of the inputs only those that gradients leave by.
+        `RuntimeError` for an output that needs one, of which the next stage was told otherwise.
         """
         places, edges = [], []
         for place, tensor in enumerate(outputs):
@@ -179,27 +179,38 @@ class MicrobatchState:
                 )
         self.places, self.edges = tuple(places), tuple(edges)
         if False in self.needs_grad:
-            self.inputs = tuple([t for t in self.inputs if t.requires_grad])
+            self.inputs = tuple([t for t, needed in zip(self.inputs, self.needs_grad, strict=True) if needed])
 
 
 class _Entry(torch.autograd.Function):
     """Where a boundary input enters the graph and its gradient leaves it, as it is: that of a leaf is copied
-    unless it is laid out like the leaf.
+    unless it is laid out like the leaf. `root` makes it a node of a graph, and gets no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, exits: list[Tensor | None], position: int) -> Tensor:
+    def forward(ctx: Any, root: Tensor, tensor: Tensor, exits: list[Tensor | None], position: int) -> Tensor:
         ctx.exits, ctx.position = exits, position
         # Unlike a view of the same shape it keeps the strides of dimensions of length 1.
         return tensor.detach()
 
 
-def _leave(node: Any, gradient: Tensor) -> tuple[None, None, None]:
+def _leave(node: Any, gradient: Tensor) -> tuple[None, None, None, None]:
     node.exits[node.position] = gradient
-    return None, None, None
+    return None, None, None, None
 
 
 # `Function.apply` without what it does for functorch, which takes as long as the rest.
-enter: Callable[..., Tensor] = super(torch.autograd.Function, _Entry).apply
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, _Entry).apply
 ENTRY: Any = _Entry._backward_cls  # of the nodes with which inputs enter a graph
 ENTRY.apply = _leave  # torch's looks for a `backward` and a `vjp` each time
+
+
+def enter(tensor: Tensor, exits: list[Tensor | None], position: int) -> Tensor:
+    """The tensor as a node of a graph, whose gradient will be `exits[position]`; layers may overwrite it."""
+    return _apply(_root(tensor.device), tensor, exits, position)
+
+
+@cache
+def _root(device: torch.device) -> Tensor:
+    """A leaf there: what enters a graph needs not be one, which would take as long as the rest."""
+    return torch.zeros((), device=device, requires_grad=True)

@@ -86,7 +86,7 @@ class Request:
                 raise ValueError(f"{given} is {getattr(self, name)}; give 1 or more")
         if self.accelerators % self.hosts:
             raise ValueError(
-                f"hosts is {self.hosts}, which does not divide {self.accelerators} accelerators; give a divisor"
+                f"hosts is {self.hosts}, no divisor of {self.accelerators} accelerators; give one"
             )
         if self.hosts > 1 and self.between is None:
             raise ValueError(f"{self.hosts} hosts have no link between them; give one, such as infiniband")

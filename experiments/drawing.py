@@ -130,9 +130,6 @@ def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
 # Figures as files, and on a page
 
 DOTS_PER_INCH = 150
-FAILURES = (ValueError, LookupError, ArithmeticError, TypeError, OSError)
-"""Errors of an experiment's drawing that must not cost the page."""
-
 COLOURS = 32
 """Colours of a picture on the page: drawings have few, and a page is sent by mail."""
 
@@ -205,7 +202,7 @@ def pictures_of(
     """The figures of the records of a machine, made small.
 
     Figures that lie in the folder and show exactly these records are taken as they are; others are drawn for
-    the page alone. Raises one of FAILURES where they can't be drawn.
+    the page alone.
     """
     with tempfile.TemporaryDirectory() as scratch:
         paths = drawn(experiment, records, folder)

@@ -187,7 +187,7 @@ def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
         return {**held, "verdict": "not judged", "reason": ours.context}
     if ours.not_comparable:
         return {**held, "verdict": "not comparable", "reason": ours.not_comparable}
-    allowed = ours.allowed or admitted(cell)
+    allowed = admitted(cell)
     most = load_reproduction().error.no_test_above
     if ours.error > most and cell.kind != "identity":
         reason = (

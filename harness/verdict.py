@@ -61,7 +61,6 @@ class Result(Place):
     Args:
         metric: our number, with its 95 % interval
         spread: how far it may be off, where that is more than the metric's own interval
-        allowed: what the paper allows, where that is not what its digits or words admit (`admitted`)
         error: of a computed number, as a factor less 1; 0 of one that ran here
         record: the one that the number comes from, None where it is computed from several
         not_comparable: why the two numbers can't be held against each other; empty where they can
@@ -73,7 +72,6 @@ class Result(Place):
 
     metric: Metric | None = None
     spread: Spread | None = None
-    allowed: Allowed | None = None
     error: float = 0.0
     record: Record | None = None
     not_comparable: str = ""
@@ -223,14 +221,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Two intervals in the unit of the paper's number, either of which may be open at one end.
-
-    Args:
-        low: the smallest value that agrees with what is published, however it is meant
-        high: the largest
-        possible_low: the smallest that agrees with it under any reading
-        possible_high: the largest
-        words: what this is, for the reason of a verdict
+    """What agrees with a published number, in its unit: `low` to `high` however it is meant, `possible_low`
+    to `possible_high` under some reading. Either may be open at one end. `words` say why.
     """
 
     low: float
@@ -241,10 +233,7 @@ class Allowed:
 
     def __post_init__(self) -> None:
         if not self.possible_low <= self.low <= self.high <= self.possible_high:
-            raise ValueError(
-                f"{self.possible_low}, {self.low}, {self.high}, {self.possible_high} are not in order: what "
-                "agrees for sure lies within what may agree"
-            )
+            raise ValueError(f"{self}: what agrees for sure lies within what may agree")
 
     @property
     def open(self) -> bool:

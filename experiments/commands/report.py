@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from gpipe_bench.experiments.commands.output import DONE, print_line, warn
-from gpipe_bench.experiments.drawing import FAILURES, Picture, pictures_of
+from gpipe_bench.experiments.drawing import Picture, pictures_of
 from gpipe_bench.experiments.paper.consistency_judging import beyond_the_margin, exact, spreads
 from gpipe_bench.experiments.paper.table1_shown import table as table1
 from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
@@ -104,25 +104,24 @@ def build(results: Path, *, figures: bool = True) -> Page:
     }
     views = []
     for name, several in found.items():
-        pictures: list[Picture] = []
-        try:
-            if figures and several:
-                pictures = _pictures(experiments[name], several[0])
-        except FAILURES as error:
-            warnings.append(f"the figures of {name} can't be drawn: {type(error).__name__}: {error}")
-        views += [_view(experiments[name], several, pictures)] if several else []
+        if several:
+            pictures, why = _pictures(experiments[name], several[0]) if figures else ([], "")
+            warnings += [f"figures: {why}"] * bool(why)
+            views.append(_view(experiments[name], several, pictures))
     recorded = {
         name: [record for each in several for record in each.records] for name, several in committed.items()
     }
     profiles = {name: {each.profile for each in several} for name, several in found.items()}
     infos = table_infos([*experiments.values()], profiles)
     tables = table_views(_first_of_each(found), load_paper(), infos)
+    shown = committed.get(FIGURE[0], []) if figures else []
+    first_pictures = _pictures(experiments[FIGURE[0]], shown[0])[0] if shown else []
     not_run = [row for table in tables for row in table.rows if row.verdict == "not run"]
     return Page(
         tables=tables,
         first=first_screen([*_first_of_each(committed), *not_run], facts_of(recorded)),
         summaries=summaries_of(recorded),
-        figure=_first_picture(committed) if figures else None,
+        figure=next((each for each in first_pictures if each.plot.name == FIGURE[1]), None),
         experiments=tuple(views),
         machines=tuple(
             _machine(name, folder, [*found.values()], own=number == 0)
@@ -188,18 +187,13 @@ def _statuses(records: Sequence[Record]) -> str:
     return ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.items())
 
 
-def _first_picture(committed: Mapping[str, Sequence[Reading]]) -> Picture | None:
-    """The picture of the first screen, of the committed records; None where it can't be drawn."""
-    name, figure = FIGURE
-    try:
-        pictures = _pictures(load(name), committed[name][0])
-    except FAILURES:
-        return None
-    return next((each for each in pictures if each.plot.name == figure), None)
-
-
-def _pictures(experiment: Experiment, found: Reading) -> list[Picture]:
-    return pictures_of(experiment, found.records, found.folder / "figures", found.machine)
+def _pictures(experiment: Experiment, found: Reading) -> tuple[list[Picture], str]:
+    """The pictures of a reading; where they can't be drawn none, and why."""
+    folder = found.folder / "figures"
+    pictures, why = readable(
+        experiment.name, lambda: pictures_of(experiment, found.records, folder, found.machine)
+    )
+    return pictures or [], why
 
 
 def _machine(name: str, folder: Path, found: Iterable[Sequence[Reading]], *, own: bool) -> Machine:

@@ -21,7 +21,6 @@ from gpipe_bench.experiments.guard.arms import (
     WorkerError,
     arms_of,
     check_numbers,
-    check_time,
 )
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import (
@@ -176,10 +175,8 @@ def guard(
             break
         with arms_of(subject, base, control) as arms:
             for index, finding in enumerate(pending):
-                now_s = (
-                    time.monotonic()
-                )  # of what is left each gets its share, so that a busy machine starves none
-                until_s = deadline_s if finding.runs else first_deadline_s
+                # Of what is left each gets its share, so that a busy machine starves none.
+                now_s, until_s = time.monotonic(), deadline_s if finding.runs else first_deadline_s
                 end_s = now_s + (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
                 try:
@@ -238,12 +235,11 @@ def measure(
 def measure_command(
     arms: Mapping[str, CommandArm], finding: Finding, seed: str, *, deadline_s: float = math.inf
 ) -> Judgement:
-    """One run of a command's benchmark, whose samples are single runs of it. Raises ValueError where it
-    fails, and before the first if there is no time for a look.
+    """One run of a command's benchmark, whose samples are single runs of it. Raises ValueError where one
+    fails.
     """
     first = {name: [arm.sample().wall_s] for name, arm in arms.items()}  # files and caches are there then
     check_numbers(first, arms["base"].command)
-    check_time(arms, math.inf if finding.runs else deadline_s - time.monotonic())
     judgement, rounds = run_rounds(lambda arm: arms[arm].sample(), seed, deadline_s=deadline_s)
     numbers = {arm: [sample.wall_s for taken in rounds for sample in taken[arm]] for arm in ARMS}
     check_numbers(numbers, arms["base"].command)

@@ -324,8 +324,9 @@ T = TypeVar("T")
 
 UNREADABLE = (
     ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError,
+    OSError,
 )  # fmt: skip
-"""Errors of an experiment that reads records which another program wrote."""
+"""Errors of an experiment that reads or draws records which another program wrote."""
 MOST_SCREEN = 100
 """Lines of tables beside the paper's; half as many of a text without its numbers."""
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.harness.experiment import Drawing, Experiment, Plot
+from gpipe_bench.harness.experiment import Experiment, Plot
 from gpipe_bench.harness.record import Record, encode
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def without_frame(figure: Figure) -> None:
     seaborn.despine(figure)
 
 
-def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Drawing]) -> Plot:
+def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Figure]) -> Plot:
     """A plot of many points or bars, which is smaller as pixels, in the theme that all share."""
     return Plot(name=name, caption=caption, alt=alt, draw=draw, suffixes=("png",), style=paper_style)
 

@@ -148,7 +148,7 @@ def judge(cell: PaperNumber | None, ours: Result, peer: PaperNumber | None = Non
         provenance=metric.provenance if value is not None else "",
         low=low,
         high=high,
-        parts=() if ours.spread is None else tuple(part.what for part in ours.spread.parts),
+        parts=() if ours.spread is None else ours.spread.parts,
         ratio=value / cell.target if cell is not None and value is not None and cell.target else None,
         peer=None if peer is None or not unit else convert(peer.value, peer.unit, unit),
         peer_printed="" if peer is None else peer.printed,
@@ -241,7 +241,7 @@ def _reason(
     if ours.spread is None and ours.metric is not None:
         made_of = f" (our {interval_name(len(ours.metric.samples))})"
     if ours.spread is not None and ours.spread.parts:
-        made_of = f" ({', '.join(part.what.replace('_', ' ') for part in ours.spread.parts)})"
+        made_of = f" ({', '.join(ours.spread.parts)})"
     mine = show(value, cell.unit) if low == high else f"{_interval(low, high, cell.unit)}{made_of}"
     theirs = f"{_interval(allowed.low, allowed.high, cell.unit)} ({allowed.words})"
     match verdict:

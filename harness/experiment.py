@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gpipe_bench.harness.record import Metric, Record, Scalar, Status, check_key, identity, label
 from gpipe_bench.harness.verdict import Result
@@ -180,12 +179,6 @@ def text(value: Scalar) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-class Drawing(Protocol):
-    """A figure that can be saved: matplotlib's, or any object with the same method."""
-
-    def savefig(self, fname: Path, /, *, dpi: int) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
     """A figure that can be drawn of some records.
@@ -194,7 +187,7 @@ class Plot:
         name: of its files, without ending
         caption: what it shows, in a line below it
         alt: what a reader who can't see it should know
-        draw: makes the drawing; only this may need matplotlib
+        draw: makes a figure, matplotlib's or an object with its `savefig`; only this may need matplotlib
         suffixes: of the files: "png", "svg" or both
         style: what drawing and saving happen in, such as a theme
     """
@@ -202,6 +195,6 @@ class Plot:
     name: str
     caption: str
     alt: str
-    draw: Callable[[], Drawing]
+    draw: Callable[[], Any]
     suffixes: tuple[str, ...] = ("png", "svg")
     style: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -176,44 +176,25 @@ _OF_THE_PAGE = frozenset({"entry", "machine", "profile", "command"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One reason why our number is a range.
-
-    Args:
-        what: an unknown's name in results/unknowns.toml, "95 % interval", "error of the replay" or "error of
-            the prediction"
-        low: the smallest number that this alone gives, all else in the middle, in the number's unit
-        high: the largest
-    """
-
-    what: str
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
     """The range of a number of ours over everything that is not known: our own interval, the error of the
-    replay as it was measured, and each setting that the paper leaves open.
+    predictor or of the replay as it was measured, what the paper leaves open.
 
     Args:
-        low: the smallest number that any admitted combination gives, in the unit of the metric
+        low: the smallest number, in the unit of the metric
         high: the largest
-        parts: what the range is made of; they need not add up to it
+        parts: what the range is over, in words
 
     Raises ValueError for ends that are not finite or are the wrong way round.
     """
 
     low: float
     high: float
-    parts: tuple[Part, ...] = ()
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for part in (Part(what="range", low=self.low, high=self.high), *self.parts):
-            if not -math.inf < part.low <= part.high < math.inf:
-                raise ValueError(
-                    f"{part.what}: {part.low} to {part.high} is no range; give two finite numbers in order"
-                )
+        if not -math.inf < self.low <= self.high < math.inf:
+            raise ValueError(f"{self.low} to {self.high} is no range; give two finite numbers in order")
 
 
 # Numbers that agree with a published number or sentence

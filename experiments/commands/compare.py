@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,11 @@ from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.report.table import Shown, readable, screen, shown_of
 from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of, select_records
 from gpipe_bench.harness.verdict import NO_RECORD, Comparison
-from gpipe_bench.pipeline.plan.named import suggestion
 
 
 def options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
-    verb.add_argument("--engine", metavar="NAME", help="the latest run in which this engine took part")
     verb.add_argument("--full", action="store_true", help="also ranges, reasons, footnotes and details")
     verb.add_argument(
         "--unknowns", action="store_true",
@@ -106,13 +104,7 @@ def _shown(folder: Path, experiment: Experiment, arguments: Any, problems: list[
     loaded = Store(folder).load(name)
     problems += loaded.problems
     warn(*lines_of(loaded.problems))
-    records = list(loaded.records)
-    if records and (engine := arguments.engine) is not None:
-        if not experiment.engines:
-            raise ValueError(f"--engine {engine}: {name} runs no engine; leave the option out")
-        check_engine_is_there(engine, records)
-        records = [record for record in records if engine in engines_of(record)]
-    records = select_records(records, experiment.revision, profile)
+    records = select_records(loaded.records, experiment.revision, profile)
     if not records:
         raise ValueError(_nothing(name, arguments, folder, loaded))
     last = records[-1].options
@@ -163,25 +155,3 @@ def folder_of(name: str, results: Path, *, is_own: bool = True) -> tuple[Path, s
         return results, ""
     said = f"records that came with the project ({having[0].name}); yours: {program()} run {name}"
     return having[0], said
-
-
-def engines_of(*records: Record) -> tuple[str, ...]:
-    """The engines that took part in any of them: those asked for, without the digests of their files, then
-    those that the experiment set beside them.
-    """
-    names: list[str] = []
-    for record in records:
-        asked = str(record.options.get("engine") or "").split(",")
-        beside = record.details.get("engines")
-        names += [name.partition("@")[0] for name in asked] + [*(beside if isinstance(beside, dict) else ())]
-    return tuple(dict.fromkeys(filter(None, names)))
-
-
-def check_engine_is_there(engine: str, records: Iterable[Record]) -> None:
-    """ValueError, naming those that took part, unless the engine is one of them."""
-    known = engines_of(*records)
-    if engine not in known:
-        raise ValueError(
-            f"--engine {engine}: no record has it{suggestion(engine, known)}; there are: "
-            f"{', '.join(known) or 'none'}"
-        )

@@ -45,7 +45,6 @@ from gpipe_bench.harness.report.table import MEANINGS, answer, judged, readable
 from gpipe_bench.harness.store import Store, latest, lines_of, write_whole
 from gpipe_bench.harness.verdict import Comparison
 
-COMMAND = "nox -s report"
 FIGURE = "table2", "table2-throughput-fitted"
 """The first screen's figure: an experiment, and its plot."""
 HTML, CELLS = "report.html", "cells.csv"
@@ -128,7 +127,6 @@ def build(results: Path, *, figures: bool = True) -> Page:
             for number, (name, folder) in enumerate(places)
         ),
         warnings=tuple(warnings),
-        command=COMMAND,
     )
 
 

@@ -150,7 +150,6 @@ class Page:
     experiments: tuple[ExperimentView, ...]
     machines: tuple[Machine, ...]
     warnings: tuple[str, ...]
-    command: str
 
     @property
     def cells(self) -> tuple[Comparison, ...]:
@@ -253,7 +252,7 @@ def html(page: Page) -> str:
     words = tables_of_words
     environment.filters.update(
         ours=lambda cell: show(cell.ours, cell.unit), spread=words.spread_text, ratio=words.ratio_text,
-        answer=answer, key=lambda cell: "|".join(cell.key),
+        answer=answer, counts=words.counts_text, key=lambda cell: "|".join(cell.key),
         capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
         marked=_marked, breakable=_breakable,
     )  # fmt: skip

@@ -301,13 +301,7 @@ COLUMNS = tuple(field.name.replace("corrected_printed", "corrected_value") for f
 @functools.cache
 def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
     """All published numbers in file order. Raises ValueError with file, line and what is wrong there."""
-    try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"the paper's numbers can't be read from {path}: {error.strerror or error}"
-        ) from error
-    rows = csv.DictReader(io.StringIO(content, newline=""), strict=True)
+    rows = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True)
     if tuple(rows.fieldnames or ()) != COLUMNS:
         raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
     found: list[PaperNumber] = []

@@ -133,13 +133,6 @@ def lines_of(problems: Sequence[Problem], most: int = 5) -> list[str]:
     return lines
 
 
-def left_out(problems: Sequence[Problem], experiment: str) -> str:
-    """Text of a comparison about the lines that it could not read, with the remedy."""
-    lines = ["left out, and not judged:", *(f"  {line}" for line in lines_of(problems))]
-    lines.append(f"restore the file from a copy, or make these cases anew with: run {experiment}")
-    return "\n".join(lines)
-
-
 def latest(records: Iterable[Record]) -> dict[str, Record]:
     """The last record of each case by its identity. The place in the file decides, never the clock."""
     found: dict[str, Record] = {}

@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -23,8 +21,7 @@ from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.report.table import Shown, readable, screen, shown_of
-from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of, select_records
-from gpipe_bench.harness.verdict import NO_RECORD, Comparison
+from gpipe_bench.harness.store import Store, lines_of, select_records
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -60,10 +57,8 @@ def _unknowns(name: str) -> None:
 
 
 def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path, whose: str) -> None:
-    problems: list[Problem] = []
     with within(None if arguments.full else SCREEN):
-        shown = _shown(folder, experiment, arguments, problems)
-    comparisons: Sequence[Comparison] = shown.comparisons
+        shown = _shown(folder, experiment, arguments)
     timed = [
         record.environment
         for record in shown.records
@@ -75,14 +70,9 @@ def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path
             for name, values in differences(timed).items()
         )
     )
-    if problems:  # where a cell has no record, the lines that can't be read may be the reason
-        reason = f"{NO_RECORD}, or its line can't be read: {'; '.join(lines_of(problems))}"
-        comparisons = [
-            replace(cell, reason=reason) if cell.reason == NO_RECORD else cell for cell in comparisons
-        ]
     if arguments.json:
         warn(*filter(None, [whose]))
-        found = [cell.to_data() for cell in comparisons]
+        found = [cell.to_data() for cell in shown.comparisons]
         for line in found or _numbers(shown.records):
             print_line(msgspec.json.encode(line))
         return
@@ -94,19 +84,23 @@ def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path
         ours = short_path(having[0].parent)
         heading += f"; ours: {program()} compare {experiment.name} --results {ours}"
     say("\n".join([heading, *([whose] if whose else []), "", text]))
-    if problems:
-        say(f"\n{left_out(problems, experiment.name)}")
 
 
-def _shown(folder: Path, experiment: Experiment, arguments: Any, problems: list[Problem]) -> Shown:
-    """Results of the latest records in a folder; what can't be read is added to `problems`."""
+def _shown(folder: Path, experiment: Experiment, arguments: argparse.Namespace) -> Shown:
+    """Results of the latest records in a folder; says what can't be read, and that it is not judged."""
     name, profile = experiment.name, arguments.profile
     loaded = Store(folder).load(name)
-    problems += loaded.problems
-    warn(*lines_of(loaded.problems))
+    if loaded.problems:
+        again = f"not judged; restore it from a copy, or make it anew with: {program()} run {name}"
+        warn(*lines_of(loaded.problems), again)
     records = select_records(loaded.records, experiment.revision, profile)
     if not records:
-        raise ValueError(_nothing(name, arguments, folder, loaded))
+        wanted = f" of profile {profile}" if profile else ""
+        others = f" (there are {len(loaded.records)} of other profiles or an earlier revision)"
+        raise ValueError(
+            f"no records of {name}{wanted} in {folder}{others * bool(loaded.records)}; make them with: "
+            f"{program()} run {name}{f' --profile {profile}' if profile else ''}"
+        )
     last = records[-1].options
     groups = {tuple(sorted(record.options.items(), key=str)): record.options for record in records}
     if len(groups) > 1:  # the latest group; the others are named, never mixed in
@@ -126,21 +120,6 @@ def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:
         of_record = {"experiment": record.experiment, "profile": record.profile, "case": record.case}
         for metric in record.metrics:
             yield {**of_record, **{name: getattr(metric, name) for name in fields}}
-
-
-def _nothing(name: str, arguments: argparse.Namespace, folder: Path, loaded: Loaded) -> str:
-    wanted = f" of profile {arguments.profile}" if arguments.profile else ""
-    profile = f" --profile {arguments.profile}" if arguments.profile else ""
-    found = []
-    if loaded.records:
-        found.append(f"there are {len(loaded.records)} of other profiles or an earlier revision")
-    if loaded.problems:
-        lines = "1 line" if len(loaded.problems) == 1 else f"{len(loaded.problems)} lines"
-        found.append(f"{lines} can't be read: {loaded.problems[0]}")
-    besides = f" ({'; '.join(found)})" if found else ""
-    return (
-        f"no records of {name}{wanted} in {folder}{besides}; make them with: {program()} run {name}{profile}"
-    )
 
 
 # Which records are shown

@@ -1,10 +1,8 @@
 """Figures: how those of an experiment are drawn, kept and put on a page, and what the drawings of several
-share: a theme, and a Gantt chart of a timeline.
+share: a theme, and a Gantt chart of a timeline, measured or replayed.
 
 Drawing is slow and reading is fast, so a page takes the pictures that a run left behind. A picture of other
 records would be a lie, so beside each experiment's figures lies a digest of the records they were drawn from.
-
-The chart reads a `Timeline` and nothing else, so measured and replayed steps are drawn alike.
 """
 
 from __future__ import annotations
@@ -47,13 +45,6 @@ def paper_style(font_scale: float = 1.0) -> Iterator[None]:
 
     with seaborn.axes_style("whitegrid"), seaborn.plotting_context("paper", font_scale=font_scale):
         yield
-
-
-def without_frame(figure: Figure) -> None:
-    """Takes the upper and the right line from all axes."""
-    import seaborn
-
-    seaborn.despine(figure)
 
 
 def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Figure]) -> Plot:

@@ -9,9 +9,8 @@
         below     |--|
 
 A number that nobody answers is a row too ("not run"), so leaving numbers out makes no table look better. A
-prediction for the paper's accelerators and a result from this machine answer different questions, so each has
-its own row. Words such as "almost linear" imply a limit that the paper does not give: some values keep every
-plausible limit, others only some of them (`undecided`).
+prediction and a result from this machine answer different questions, so each has its own row. Words such as
+"almost linear" imply a limit that the paper does not give: what keeps only some limits is `undecided`.
 """
 
 from __future__ import annotations

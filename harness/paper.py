@@ -5,9 +5,8 @@ The paper prints decimal GB in one half of a table and GiB in the other, so the 
 here. "82M" is anything from 81.5 to 82.5 million: the interval follows from the printed form and not from a
 tolerance that somebody chose.
 
-The file keeps each number as text, so that the interval it stands for follows from its digits. It also says
-what kind of number each is: one that follows by arithmetic from others confirms nothing but the arithmetic,
-and one that is printed twice is still one number.
+The file also says what kind of number each is: one that follows by arithmetic from others confirms nothing
+but the arithmetic, and one that is printed twice is still one number.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ cases at work only where the experiment times nothing:
                   thread 2 --case--> process 2
 
 Each thread has a process of its own, so whatever a case does to its process (a crash, a kill for want of
-memory) is that case's result alone. How far a run is shows a bar on a terminal, and lines everywhere else: on
-standard error, so that standard output holds results alone.
+memory) is that case's result alone. Progress goes to standard error: standard output holds results alone.
 """
 
 from __future__ import annotations

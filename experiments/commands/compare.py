@@ -64,12 +64,8 @@ def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path
         for record in shown.records
         if any(metric.provenance != "modelled" for metric in record.metrics)
     ]
-    warn(
-        *(
-            f"records differ in {name}: {' | '.join(map(str, values))}"
-            for name, values in differences(timed).items()
-        )
-    )
+    for name, values in differences(timed).items():
+        warn(f"records differ in {name}: {' | '.join(map(str, values))}")
     if arguments.json:
         warn(*filter(None, [whose]))
         found = [cell.to_data() for cell in shown.comparisons]
@@ -122,10 +118,7 @@ def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:
             yield {**of_record, **{name: getattr(metric, name) for name in fields}}
 
 
-# Which records are shown
-
-
-def folder_of(name: str, results: Path, *, is_own: bool = True) -> tuple[Path, str]:
+def folder_of(name: str, results: Path, *, is_own: bool) -> tuple[Path, str]:
     """Folder of an experiment's records: the user's `results`, or, where nothing of it is there and no
     folder was asked for, those that come with the project, with a sentence that says so.
     """

@@ -1,10 +1,9 @@
 """`report`: the scorecard of everything on record, as one HTML page and one CSV file.
 
-Reads records and draws; needs neither torch nor a device. Each group of records that belong together is
-turned into cells by itself, and a cell takes its number from the first group that has one. Your own records
-come first and the committed reference records fill in what you did not run; a smoke run, which only proves
-that the path works, comes last. The first screen, which README shows, too, is about the paper and comes from
-the committed records alone.
+Needs neither torch nor a device. Each group of records that belong together is turned into cells by itself,
+and a cell takes its number from the first group that has one: your own records come first, the committed ones
+fill in what you did not run, and a smoke run comes last. The first screen, which README shows, too, is made
+from the committed records alone.
 """
 
 from __future__ import annotations
@@ -206,8 +205,8 @@ def _machine(name: str, folder: Path, found: Iterable[Sequence[Reading]], *, own
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """Records of one experiment that belong together, of one folder, profile and set of options, and what
-    they come to: our answers, judged, and text without the paper's numbers.
+    """Records of one experiment, folder, profile and set of options, and what they come to: our answers,
+    judged, and text without the paper's numbers.
     """
 
     machine: str

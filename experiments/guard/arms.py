@@ -57,8 +57,7 @@ class Command:
 
     Args:
         line: for the shell
-        pattern: a regular expression whose group, or whole match, is the number; any number if "". The
-            last match counts
+        pattern: of the number, or its one group; any number if "". The last match counts
         higher_is_better: whether the number is a rate
         timeout_s: a run that takes longer counts as hung
 
@@ -269,11 +268,9 @@ def benchmarks_of(subject: Subject) -> list[str]:
 
 @contextmanager
 def arms_of(subject: Subject, base: Path, control: Path | None = None) -> Iterator[dict[str, Any]]:
-    """The arms in fresh processes, which are gone afterwards with all that they have left.
-
-    Each is an `Arm`, or a `CommandArm` where a command is timed. The head is the subject's folder as it lies
-    there, and `control` another checkout of the base, if there is one. Raises WorkerError where a revision
-    can't be loaded.
+    """The arms by name, each an `Arm` in a fresh process, or a `CommandArm`; gone afterwards with all that
+    they have left. `control` is another checkout of the base, if there is one. Raises WorkerError where a
+    revision can't be loaded.
     """
     trees = {"base": base, "head": subject.root, "control": control or base}
     if subject.command is not None:
@@ -420,10 +417,8 @@ def _remove_left(root: Path) -> None:
 
 
 def merge_base(root: Path, ref: str) -> str:
-    """The commit where HEAD left `ref`.
-
-    Raises ValueError, with the remedy, for an unknown revision, and where the history that was fetched does
-    not reach the common commit.
+    """The commit where HEAD left `ref`. Raises ValueError, with the remedy, for an unknown revision, and
+    where the history that was fetched does not reach the common commit.
     """
     is_shallow = _git(root, "rev-parse", "--is-shallow-repository") == "true"
     try:

@@ -159,9 +159,8 @@ def guard(
     budget_s: float = BUDGET_S,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Finding]:
-    """Compares the subject's folder with the tree `base` by its benchmarks; a command's control is run in a
-    tree of its own. `is_counted`: exact counters are equal. What can't be run has failed, or is new if only
-    the base lacks it; the others are measured all the same.
+    """Compares the subject's folder with the tree `base`; a command's control is run in a tree of its own.
+    `is_counted`: exact counters are equal. What can't be run has failed, or is new if only the base lacks it.
     """
     begun_s = time.monotonic()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s

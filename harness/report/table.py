@@ -1,8 +1,7 @@
 """Numbers of the paper with ours beside them: tables in words, and counts of answers.
 
-What was predicted for the paper's accelerators and what was found here are tables of their own and are never
-added up, and so is what was held against the numbers of others. The lines of an entry stand below each other;
-where it stands on a page is the matter of its template.
+What was predicted for the paper's accelerators, what was found here, and what was held against the numbers of
+others are tables of their own and are never added up.
 """
 
 from __future__ import annotations

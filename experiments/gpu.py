@@ -99,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return LACKING
     torch = ask_torch()
     if isinstance(torch, str) or not torch["gpus"]:
-        why = torch if isinstance(torch, str) else f"torch {torch['version']} sees no GPU here"
-        print(f"error: {why}; .ci/gpu needs one", file=sys.stderr)
+        why = f"can't be asked: {torch}" if isinstance(torch, str) else f"{torch['version']} sees no GPU here"
+        print(f"error: torch {why}; .ci/gpu needs one", file=sys.stderr)
         return NO_GPU
     if options.list:
         print(f"{len(torch['gpus'])} x {torch['gpus'][0]}; {ESTIMATED}")

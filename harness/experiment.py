@@ -1,8 +1,6 @@
 """What an experiment has to say about itself so that the harness can run, resume, judge and show it.
 
-An experiment is data and a few pure functions; the harness decides what to run, keeps what came out and
-calls the functions that turn records into answers, tables and figures. All but `run` work without a
-device and without torch.
+An experiment is data and a few pure functions; all but `run` work without a device and without torch.
 """
 
 from __future__ import annotations
@@ -86,9 +84,6 @@ def by_name(records: Sequence[Record]) -> list[Result]:
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One table or figure of the paper, and all that anybody else knows of it.
-
-    `cases`, `cells`, `tables` and `figures` must not need torch: they serve `list`,
-    `compare` and `report`.
 
     Args:
         name: as in the registry

@@ -1,10 +1,8 @@
 """Figures: how those of an experiment are drawn, kept and put on a page, and what the drawings of several
-share: a theme, and a Gantt chart of a timeline.
+share: a theme, and a Gantt chart of a timeline, measured or replayed.
 
 Drawing is slow and reading is fast, so a page takes the pictures that a run left behind. A picture of other
 records would be a lie, so beside each experiment's figures lies a digest of the records they were drawn from.
-
-The chart reads a `Timeline` and nothing else, so measured and replayed steps are drawn alike.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.harness.experiment import Drawing, Experiment, Plot
+from gpipe_bench.harness.experiment import Experiment, Plot
 from gpipe_bench.harness.record import Record, encode
 
 if TYPE_CHECKING:
@@ -49,14 +47,7 @@ def paper_style(font_scale: float = 1.0) -> Iterator[None]:
         yield
 
 
-def without_frame(figure: Figure) -> None:
-    """Takes the upper and the right line from all axes."""
-    import seaborn
-
-    seaborn.despine(figure)
-
-
-def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Drawing]) -> Plot:
+def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Figure]) -> Plot:
     """A plot of many points or bars, which is smaller as pixels, in the theme that all share."""
     return Plot(name=name, caption=caption, alt=alt, draw=draw, suffixes=("png",), style=paper_style)
 
@@ -130,9 +121,6 @@ def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
 # Figures as files, and on a page
 
 DOTS_PER_INCH = 150
-FAILURES = (ValueError, LookupError, ArithmeticError, TypeError, OSError)
-"""Errors of an experiment's drawing that must not cost the page."""
-
 COLOURS = 32
 """Colours of a picture on the page: drawings have few, and a page is sent by mail."""
 
@@ -205,7 +193,7 @@ def pictures_of(
     """The figures of the records of a machine, made small.
 
     Figures that lie in the folder and show exactly these records are taken as they are; others are drawn for
-    the page alone. Raises one of FAILURES where they can't be drawn.
+    the page alone.
     """
     with tempfile.TemporaryDirectory() as scratch:
         paths = drawn(experiment, records, folder)

@@ -55,12 +55,6 @@ class Step(NamedTuple):
     gives: str  # what one knows afterwards
     gpus: int = 1
 
-    @property
-    def takes(self) -> str:
-        """The step's needs in words."""
-        many = f"{self.gpus} GPUs, " if self.gpus > 1 else ""
-        return f"{many}at most {self.minutes:g} min a case and {self.memory_gib:g} GiB of a GPU (estimated)"
-
 
 STEPS = (
     Step("tests", 4, 8, "pytest -m gpu -p no:cacheprovider -q",
@@ -105,13 +99,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return LACKING
     torch = ask_torch()
     if isinstance(torch, str) or not torch["gpus"]:
-        print(f"error: {why_no_gpu(torch)}; .ci/gpu needs one", file=sys.stderr)
+        why = f"can't be asked: {torch}" if isinstance(torch, str) else f"{torch['version']} sees no GPU here"
+        print(f"error: torch {why}; .ci/gpu needs one", file=sys.stderr)
         return NO_GPU
     if options.list:
         print(f"{len(torch['gpus'])} x {torch['gpus'][0]}; {ESTIMATED}")
         for step in STEPS:
+            takes = f"{step.gpus} GPUs, {step.minutes:g} min a case, {step.memory_gib:g} GiB of a GPU"
             why = lacks(step, torch)
-            print(f"{step.name:<20}{step.takes}{f'; skipped: {why}' * bool(why)}\n{'':<20}{step.gives}")
+            print(f"{step.name:<20}{takes}{f'; skipped: {why}' * bool(why)}\n{'':<20}{step.gives}")
         return DONE
     state, is_smoke = options.results.absolute(), options.profile == "smoke"
     if is_smoke:
@@ -297,14 +293,6 @@ def ask_torch() -> dict[str, Any] | str:
         return (done.stderr.strip().splitlines() or ["no message"])[-1]
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
-
-
-def why_no_gpu(torch: dict[str, Any] | str) -> str:
-    """One line for a machine without a GPU that torch could use."""
-    if isinstance(torch, str):
-        return f"torch cannot be asked for GPUs: {torch}"
-    build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built for CPUs only"
-    return f"torch {torch['version']} ({build}) sees no GPU here"
 
 
 def declared() -> list[str]:

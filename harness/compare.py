@@ -9,9 +9,8 @@
         below     |--|
 
 A number that nobody answers is a row too ("not run"), so leaving numbers out makes no table look better. A
-prediction for the paper's accelerators and a result from this machine answer different questions, so each has
-its own row. Words such as "almost linear" imply a limit that the paper does not give: some values keep every
-plausible limit, others only some of them (`undecided`).
+prediction and a result from this machine answer different questions, so each has its own row. Words such as
+"almost linear" imply a limit that the paper does not give: what keeps only some limits is `undecided`.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ def judge(cell: PaperNumber | None, ours: Result, peer: PaperNumber | None = Non
         provenance=metric.provenance if value is not None else "",
         low=low,
         high=high,
-        parts=() if ours.spread is None else tuple(part.what for part in ours.spread.parts),
+        parts=() if ours.spread is None else ours.spread.parts,
         ratio=value / cell.target if cell is not None and value is not None and cell.target else None,
         peer=None if peer is None or not unit else convert(peer.value, peer.unit, unit),
         peer_printed="" if peer is None else peer.printed,
@@ -187,7 +186,7 @@ def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
         return {**held, "verdict": "not judged", "reason": ours.context}
     if ours.not_comparable:
         return {**held, "verdict": "not comparable", "reason": ours.not_comparable}
-    allowed = ours.allowed or admitted(cell)
+    allowed = admitted(cell)
     most = load_reproduction().error.no_test_above
     if ours.error > most and cell.kind != "identity":
         reason = (
@@ -241,7 +240,7 @@ def _reason(
     if ours.spread is None and ours.metric is not None:
         made_of = f" (our {interval_name(len(ours.metric.samples))})"
     if ours.spread is not None and ours.spread.parts:
-        made_of = f" ({', '.join(part.what.replace('_', ' ') for part in ours.spread.parts)})"
+        made_of = f" ({', '.join(ours.spread.parts)})"
     mine = show(value, cell.unit) if low == high else f"{_interval(low, high, cell.unit)}{made_of}"
     theirs = f"{_interval(allowed.low, allowed.high, cell.unit)} ({allowed.words})"
     match verdict:

@@ -86,21 +86,15 @@ def code_state(root: Path) -> dict[str, Any]:
     def git(*arguments: str) -> str:
         return _said("git", "--no-optional-locks", "-C", os.fspath(root), *arguments)
 
-    known: dict[str, Any] = {"git_commit": None, "git_dirty": None, "code_sha256": source_digest(root)}
+    digest = hashlib.sha256()
+    for path in (path for part in PACKAGES for path in sorted((root / part).rglob("*.py"))):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    known: dict[str, Any] = {"git_commit": None, "git_dirty": None, "code_sha256": digest.hexdigest()}
     top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
     if not commit or Path(top).resolve() != root:
         return known  # also where it is installed inside another repository
     is_dirty = bool(git("status", "--porcelain", "--untracked-files=normal"))
     return {**known, "git_commit": commit, "git_dirty": is_dirty}
-
-
-def source_digest(root: Path) -> str:
-    """Digest of the sources below the root."""
-    digest = hashlib.sha256()
-    for part in PACKAGES:
-        for path in sorted((root / part).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def _torch() -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """What an experiment has to say about itself so that the harness can run, resume, judge and show it.
 
-An experiment is data and a few pure functions; the harness decides what to run, keeps what came out and
-calls the functions that turn records into answers, tables and figures. All but `run` work without a
-device and without torch.
+An experiment is data and a few pure functions; all but `run` work without a device and without torch.
 """
 
 from __future__ import annotations
@@ -10,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gpipe_bench.harness.record import Metric, Record, Scalar, Status, check_key, identity, label
 from gpipe_bench.harness.verdict import Result
@@ -87,9 +84,6 @@ def by_name(records: Sequence[Record]) -> list[Result]:
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One table or figure of the paper, and all that anybody else knows of it.
-
-    `cases`, `cells`, `tables` and `figures` must not need torch: they serve `list`,
-    `compare` and `report`.
 
     Args:
         name: as in the registry
@@ -180,12 +174,6 @@ def text(value: Scalar) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-class Drawing(Protocol):
-    """A figure that can be saved: matplotlib's, or any object with the same method."""
-
-    def savefig(self, fname: Path, /, *, dpi: int) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
     """A figure that can be drawn of some records.
@@ -194,7 +182,7 @@ class Plot:
         name: of its files, without ending
         caption: what it shows, in a line below it
         alt: what a reader who can't see it should know
-        draw: makes the drawing; only this may need matplotlib
+        draw: makes a figure, matplotlib's or an object with its `savefig`; only this may need matplotlib
         suffixes: of the files: "png", "svg" or both
         style: what drawing and saving happen in, such as a theme
     """
@@ -202,6 +190,6 @@ class Plot:
     name: str
     caption: str
     alt: str
-    draw: Callable[[], Drawing]
+    draw: Callable[[], Any]
     suffixes: tuple[str, ...] = ("png", "svg")
     style: Callable[[], AbstractContextManager[object]] = nullcontext

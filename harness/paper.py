@@ -5,9 +5,8 @@ The paper prints decimal GB in one half of a table and GiB in the other, so the 
 here. "82M" is anything from 81.5 to 82.5 million: the interval follows from the printed form and not from a
 tolerance that somebody chose.
 
-The file keeps each number as text, so that the interval it stands for follows from its digits. It also says
-what kind of number each is: one that follows by arithmetic from others confirms nothing but the arithmetic,
-and one that is printed twice is still one number.
+The file also says what kind of number each is: one that follows by arithmetic from others confirms nothing
+but the arithmetic, and one that is printed twice is still one number.
 """
 
 from __future__ import annotations
@@ -301,13 +300,7 @@ COLUMNS = tuple(field.name.replace("corrected_printed", "corrected_value") for f
 @functools.cache
 def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
     """All published numbers in file order. Raises ValueError with file, line and what is wrong there."""
-    try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"the paper's numbers can't be read from {path}: {error.strerror or error}"
-        ) from error
-    rows = csv.DictReader(io.StringIO(content, newline=""), strict=True)
+    rows = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True)
     if tuple(rows.fieldnames or ()) != COLUMNS:
         raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
     found: list[PaperNumber] = []

@@ -1,8 +1,7 @@
 """What one finished case leaves behind, and how it is written as one line of JSON.
 
 Every table, figure and verdict is a pure function of records, so a record carries all that is needed to
-judge it later and elsewhere: raw samples, units, provenance, the machine and the code it came from. A
-truncated line fails to parse; decoding checks types and never runs code from the line.
+judge it later and elsewhere: raw samples, units, provenance, the machine and the code it came from.
 
 What was measured several times is its median, because one disturbed repeat must not move the result, with an
 interval by bootstrap, because timings are skewed and no normal law holds for a handful of them.
@@ -43,9 +42,9 @@ FINAL: frozenset[str] = frozenset({"done", "out_of_memory"})
 class Metric:
     """One number with its unit, where it comes from and how sure it is.
 
-    `name` says in a few words what is counted, `key` of what within the case: {"K": 4, "M": 32}. `low` and
-    `high` are its interval (`interval_name`) in the same unit, `samples` the raw measurements behind `value`,
-    which is None where the case ended without one.
+    `name` says what is counted, `key` of what within the case: {"K": 4, "M": 32}. `low` and `high` are its
+    interval (`interval_name`), `samples` the raw measurements behind `value`, which is None where the case
+    ended without one.
 
     Raises ValueError for values that are not finite, an interval that does not hold the value, an unknown
     provenance, or a key whose values are not plain.
@@ -313,20 +312,16 @@ BEHIND = ("metric", "value", "low", "high", "unit", "provenance", "samples", "no
 
 def frame(records: Sequence[Record]) -> DataFrame:
     """A pandas DataFrame with a row for each metric of each record, in their order, and one without a
-    metric for a record that has none, so that a table is a selection and a pivot, and a figure the same
-    selection under seaborn:
+    metric for a record that has none, so that a table is a selection and a pivot:
 
         numbers = frame(records).query("metric == 'step' and M == 32")
         table = numbers.pivot(index="K", columns="schedule", values="value")
-        relplot(numbers, x="M", y="value", hue="K")
-
-    pandas takes half a second to import, and is imported when the first frame is made.
 
     Columns are `BEFORE`, the keys of the cases, the keys of the metrics, `BEHIND`. What a record does not
     have is missing (`isna`); a key of whole numbers stays one of whole numbers all the same. Where case and
     metric share a key, the metric's counts. Raises ValueError for a key that is named like a column.
     """
-    from pandas import DataFrame
+    from pandas import DataFrame  # which takes half a second
 
     keys = dict.fromkeys(name for record in records for name in record.case)
     keys |= dict.fromkeys(name for record in records for each in record.metrics for name in each.key)

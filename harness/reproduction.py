@@ -1,8 +1,7 @@
 """What the paper does not state, and our reproduction: one declared configuration per table of the paper.
 
 results/unknowns.toml has the values that are allowed for each setting that the paper leaves open, chosen from
-the texts: a band that is sized after the residual was seen proves nothing. Predictions take their values from
-it and from nowhere else.
+the texts: a band that is sized after the residual was seen proves nothing.
 
 results/reproduction.toml sets once whatever the paper leaves open, by rules that look at no outcome, and was
 committed before anything was computed from it. A number computed under it has one error, the predictor's,
@@ -55,9 +54,9 @@ class Unknown(_Setting, frozen=True, kw_only=True):
     """A setting that the paper leaves open.
 
     Either `allowed` lists the values, or `range` has the lowest and the highest, in `unit`. `constraint` says
-    in words which values can go together. `later` has further values, thought of after our numbers had been
-    seen: which no range covers. Where it is how far a word of the text may reach,
-    `sentences` are the rows of those that it is a word of, and how it limits their numbers.
+    in words which values can go together. No range covers the values of `later`, thought of after our
+    numbers had been seen. Of how far a word may reach, `sentences` are the rows that use it, and how it
+    limits their numbers.
     """
 
     reason: Text

@@ -7,15 +7,13 @@ So all ways (arms) take turns: a round runs them in a new random order, there an
     round 2   C A B   B A C
 
 A drift within the round then weighs on all of them alike, and only numbers of one round are set against each
-other: steps of the tables, engines, revisions under the guard. Each process notes what the cores did
-meanwhile (`Usage`), so that disturbed timings show.
+other. Each process notes what the cores did meanwhile (`Usage`), so that disturbed timings show.
 
-Below it is judged whether a program became slower. What counts is the median over rounds of the ratio
-*within* a round, with a bootstrap interval over rounds, and only beyond `THRESHOLD`: stored times of another
-day, means of blocks and significance without a least effect all cry wolf on shared machines. A second process
-of the old version, the control, has to agree with the first: where identical code differs, nothing was
-proven. Rounds are looked at up to three times, after fixed numbers; looking whenever one likes would raise
-false alarms. Time is what is compared, so a change of +0.05 means five percent slower.
+Below it is judged whether a program became slower: by the median over rounds of the ratio *within* a round,
+with a bootstrap interval over rounds, and only beyond `THRESHOLD`. Stored times of another day, means of
+blocks and significance without a least effect all cry wolf on shared machines. A second process of the old
+version, the control, has to agree with the first: where identical code differs, nothing was proven. Rounds
+are looked at up to three times, after fixed numbers; looking whenever one likes would raise false alarms.
 """
 
 from __future__ import annotations
@@ -214,8 +212,6 @@ def run_rounds(
     clock_s: Callable[[], float] = time.monotonic,
 ) -> tuple[Judgement, list[Round]]:
     """Takes rounds up to the first look that ends the run, or the last one; `sample(arm)` takes one sample.
-
-        12 rounds   look   48 rounds   look   192 rounds, or as many as there is time for   look
 
     A look ends the run with a verdict, or with a control that refutes it, unless that is the first look's,
     which may be chance.

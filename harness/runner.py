@@ -9,8 +9,7 @@ cases at work only where the experiment times nothing:
                   thread 2 --case--> process 2
 
 Each thread has a process of its own, so whatever a case does to its process (a crash, a kill for want of
-memory) is that case's result alone. How far a run is shows a bar on a terminal, and lines everywhere else: on
-standard error, so that standard output holds results alone.
+memory) is that case's result alone. Progress goes to standard error: standard output holds results alone.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_compl
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import wait
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from gpipe_bench.harness.environment import environment, usable_cores
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions, select
@@ -37,6 +36,9 @@ from gpipe_bench.harness.paper import UNITS
 from gpipe_bench.harness.processes import SETTLE_S, check, held, number_of, started, starting
 from gpipe_bench.harness.record import FINAL, SCHEMA, Record, decode, encode, printable
 from gpipe_bench.harness.store import Store, StoreError, latest, lines_of
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
 
@@ -71,9 +73,9 @@ def run_experiment(
 ) -> RunResult:
     """Runs what is not on record, or all with `options.fresh`; `on_record(record, saved)` sees each result.
 
-    `jobs` cases are at work at the same time, each in a process of its own if there are several. An interrupt
-    ends the run; what was finished is kept, and what the signal broke off is no result. Raises ValueError,
-    before anything is run, for options that the experiment does not have.
+    Several `jobs` are processes of their own. An interrupt ends the run; what was finished is kept, and what
+    the signal broke off is no result. Raises ValueError, before anything is run, for options that the
+    experiment does not have.
     """
     if jobs < 1:
         raise ValueError(f"--jobs {jobs}: give the number of cases to run at the same time, 1 or more")
@@ -81,10 +83,6 @@ def run_experiment(
         raise ValueError(
             f"--jobs {jobs}: {experiment.name} times its cases, which must not disturb one another; "
             "leave the option out"
-        )
-    if options.profile not in experiment.profiles:
-        raise ValueError(
-            f"{experiment.name} has no profile {options.profile!r}; allowed: {', '.join(experiment.profiles)}"
         )
     cases = select(experiment.cases(options), options.only)
     by_identity: dict[str, Case] = {}
@@ -347,12 +345,12 @@ def words(seconds: float) -> str:
 
 
 class Reporter:
-    """Prints a line per finished case, and the `title` before the first."""
+    """Prints the `title`, then a line per finished case; where it `draws`, above a bar."""
 
     title = ""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, draws: bool = False) -> None:
+        self._stream, self._bar = stream, _bar(stream) if draws else None
         self._done = self._total = self._reused = 0
         self._left_s = self._estimated_s = self._spent_s = 0.0
         self._jobs = 1
@@ -369,28 +367,37 @@ class Reporter:
         if self.title:
             self.say(self.title)
         self.say(f"{self._total} cases, about {self.left}")
+        self._draw(total=self._total)
+        if self._bar is not None:
+            self._bar.start()
 
     def started(self, case: Case) -> None:
-        """A line per case is enough for a log."""
+        self._draw(description=case.label)
 
     def finished(self, case: Case, record: Record, *, reused: bool) -> None:
         self._done += 1
         self._left_s -= case.estimate_s
         if reused:  # which says nothing about the speed of this machine
             self._reused += 1
-            return
-        self._estimated_s += case.estimate_s
-        self._spent_s += record.duration_s
-        self.say(f"[{self._done}/{self._total}] {describe(case, record)}, {self.left} left")
+        else:
+            self._estimated_s += case.estimate_s
+            self._spent_s += record.duration_s
+            self.say(f"[{self._done}/{self._total}] {describe(case, record)}, {self.left} left")
+        self._draw(advance=1)
 
     def warn(self, message: str) -> None:
         self.say(f"warning: {message}")
 
     def end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
         if self._reused:
             self.say(f"{self._reused} of {self._total} cases were on record already")
 
     def say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False)
+            return
         try:
             print(line, file=self._stream, flush=True)
         except BrokenPipeError:  # whoever watched has left, as with `| head`
@@ -398,42 +405,24 @@ class Reporter:
         except OSError:  # a log on a disk that is full: the results matter more than the progress
             pass
 
+    def _draw(self, **changes: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], left=self.left, **changes)
 
-class BarReporter(Reporter):
-    """A bar with the case at work and the time left, below the lines of those that are done."""
 
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def _bar(stream: TextIO) -> Progress:
+    """How much is done, the time left and the case at work."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        super().__init__(stream)
-        self._console = Console(file=stream, highlight=False)
-        self._progress = Progress(
-            BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("{task.fields[left]} left"), TextColumn("{task.description}", markup=False),
-            console=self._console, transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # results in a pipe or file stay on standard output
-        )  # fmt: skip
-        self._task = self._progress.add_task("", total=None, left="")
-
-    def begin(self, cases: list[Case], jobs: int) -> None:
-        super().begin(cases, jobs)
-        self._progress.update(self._task, total=self._total, left=self.left)
-        self._progress.start()
-
-    def started(self, case: Case) -> None:
-        self._progress.update(self._task, description=case.label)
-
-    def finished(self, case: Case, record: Record, *, reused: bool) -> None:
-        super().finished(case, record, reused=reused)
-        self._progress.update(self._task, advance=1, left=self.left)
-
-    def end(self) -> None:
-        self._progress.stop()
-        super().end()
-
-    def say(self, line: str) -> None:
-        self._console.print(line, markup=False)
+    bar = Progress(
+        BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[left]} left"), TextColumn("{task.description}", markup=False),
+        console=Console(file=stream, highlight=False), transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # results in a pipe or file stay on standard output
+    )  # fmt: skip
+    bar.add_task("", total=None, left="")
+    return bar
 
 
 def describe(case: Case, record: Record) -> str:
@@ -448,4 +437,4 @@ def reporter(stream: TextIO | None = None, variables: Mapping[str, str] = os.env
     stream = sys.stderr if stream is None else stream
     plain = bool(variables.get("CI") or variables.get("NO_COLOR") or variables.get("TERM") == "dumb")
     draws = stream.isatty() and not plain and "utf" in (stream.encoding or "").lower()
-    return BarReporter(stream) if draws else Reporter(stream)
+    return Reporter(stream, draws=draws)

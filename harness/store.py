@@ -1,10 +1,8 @@
 """Where records live: one line per case, one file per experiment, appended and never rewritten.
 
-To be sent, the files of a folder may be put into one (`cat *.jsonl`), and are read from there as well.
-
-A line is on disk before the next case starts, so a killed run loses nothing that was finished. Whatever
-happens to a file afterwards (a torn tail, an edit, a line of a newer version) costs that line and is
-reported, never the others.
+The files of a folder may be put into one (`cat *.jsonl`). A line is on disk before the next case starts, so
+a killed run loses nothing that was finished. Whatever happens to a file afterwards (a torn tail, an edit, a
+line of a newer version) costs that line and is reported, never the others.
 
 Several processes may share the files: each append holds the file, and a run its experiment, so that a second
 run waits, and finds on record what the first one did. Locks vanish with the process that held them. Where
@@ -131,13 +129,6 @@ def lines_of(problems: Sequence[Problem], most: int = 5) -> list[str]:
         left, last = len(problems) - most, problems[-1]
         lines.append(f"{last.path}: {left} more lines can't be read, the last is {last.line}")
     return lines
-
-
-def left_out(problems: Sequence[Problem], experiment: str) -> str:
-    """Text of a comparison about the lines that it could not read, with the remedy."""
-    lines = ["left out, and not judged:", *(f"  {line}" for line in lines_of(problems))]
-    lines.append(f"restore the file from a copy, or make these cases anew with: run {experiment}")
-    return "\n".join(lines)
 
 
 def latest(records: Iterable[Record]) -> dict[str, Record]:

@@ -61,7 +61,6 @@ class Result(Place):
     Args:
         metric: our number, with its 95 % interval
         spread: how far it may be off, where that is more than the metric's own interval
-        allowed: what the paper allows, where that is not what its digits or words admit (`admitted`)
         error: of a computed number, as a factor less 1; 0 of one that ran here
         record: the one that the number comes from, None where it is computed from several
         not_comparable: why the two numbers can't be held against each other; empty where they can
@@ -73,7 +72,6 @@ class Result(Place):
 
     metric: Metric | None = None
     spread: Spread | None = None
-    allowed: Allowed | None = None
     error: float = 0.0
     record: Record | None = None
     not_comparable: str = ""
@@ -178,44 +176,25 @@ _OF_THE_PAGE = frozenset({"entry", "machine", "profile", "command"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One reason why our number is a range.
-
-    Args:
-        what: an unknown's name in results/unknowns.toml, "95 % interval", "error of the replay" or "error of
-            the prediction"
-        low: the smallest number that this alone gives, all else in the middle, in the number's unit
-        high: the largest
-    """
-
-    what: str
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
     """The range of a number of ours over everything that is not known: our own interval, the error of the
-    replay as it was measured, and each setting that the paper leaves open.
+    predictor or of the replay as it was measured, what the paper leaves open.
 
     Args:
-        low: the smallest number that any admitted combination gives, in the unit of the metric
+        low: the smallest number, in the unit of the metric
         high: the largest
-        parts: what the range is made of; they need not add up to it
+        parts: what the range is over, in words
 
     Raises ValueError for ends that are not finite or are the wrong way round.
     """
 
     low: float
     high: float
-    parts: tuple[Part, ...] = ()
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for part in (Part(what="range", low=self.low, high=self.high), *self.parts):
-            if not -math.inf < part.low <= part.high < math.inf:
-                raise ValueError(
-                    f"{part.what}: {part.low} to {part.high} is no range; give two finite numbers in order"
-                )
+        if not -math.inf < self.low <= self.high < math.inf:
+            raise ValueError(f"{self.low} to {self.high} is no range; give two finite numbers in order")
 
 
 # Numbers that agree with a published number or sentence
@@ -223,14 +202,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Two intervals in the unit of the paper's number, either of which may be open at one end.
-
-    Args:
-        low: the smallest value that agrees with what is published, however it is meant
-        high: the largest
-        possible_low: the smallest that agrees with it under any reading
-        possible_high: the largest
-        words: what this is, for the reason of a verdict
+    """What agrees with a published number, in its unit: `low` to `high` however it is meant, `possible_low`
+    to `possible_high` under some reading. Either may be open at one end. `words` say why.
     """
 
     low: float
@@ -241,10 +214,7 @@ class Allowed:
 
     def __post_init__(self) -> None:
         if not self.possible_low <= self.low <= self.high <= self.possible_high:
-            raise ValueError(
-                f"{self.possible_low}, {self.low}, {self.high}, {self.possible_high} are not in order: what "
-                "agrees for sure lies within what may agree"
-            )
+            raise ValueError(f"{self}: what agrees for sure lies within what may agree")
 
     @property
     def open(self) -> bool:

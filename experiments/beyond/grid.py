@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Provenance, Record, of_case
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.verdict import Part, Question, Result, Spread
+from gpipe_bench.harness.verdict import Question, Result, Spread
 from gpipe_bench.pipeline.plan.partition import partition
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
@@ -213,8 +213,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
 def _over_cuts(ratios: Sequence[float]) -> Spread | None:
     if not ratios:
         return None
-    part = Part(what="balanced by", low=min(ratios), high=max(ratios))
-    return Spread(low=part.low, high=part.high, parts=(part,))
+    return Spread(low=min(ratios), high=max(ratios), parts=("balanced by",))
 
 
 def tables(records: Sequence[Record]) -> str:

@@ -35,7 +35,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunO
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Metric, Record, Scalar, find, frame, of_case
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.verdict import Part, Result, Spread
+from gpipe_bench.harness.verdict import Result, Spread
 from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import NAMED, named, vee
@@ -230,8 +230,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
 def _spread(tried: Sequence[float]) -> Spread | None:
     if len(tried) == 1:
         return None
-    part = Part(what=OPEN, low=min(tried), high=max(tried))
-    return Spread(low=part.low, high=part.high, parts=(part,))
+    return Spread(low=min(tried), high=max(tried), parts=(OPEN,))
 
 
 # All schedules at equal costs

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -23,15 +21,12 @@ from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.report.table import Shown, readable, screen, shown_of
-from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of, select_records
-from gpipe_bench.harness.verdict import NO_RECORD, Comparison
-from gpipe_bench.pipeline.plan.named import suggestion
+from gpipe_bench.harness.store import Store, lines_of, select_records
 
 
 def options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
-    verb.add_argument("--engine", metavar="NAME", help="the latest run in which this engine took part")
     verb.add_argument("--full", action="store_true", help="also ranges, reasons, footnotes and details")
     verb.add_argument(
         "--unknowns", action="store_true",
@@ -62,29 +57,18 @@ def _unknowns(name: str) -> None:
 
 
 def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path, whose: str) -> None:
-    problems: list[Problem] = []
     with within(None if arguments.full else SCREEN):
-        shown = _shown(folder, experiment, arguments, problems)
-    comparisons: Sequence[Comparison] = shown.comparisons
+        shown = _shown(folder, experiment, arguments)
     timed = [
         record.environment
         for record in shown.records
         if any(metric.provenance != "modelled" for metric in record.metrics)
     ]
-    warn(
-        *(
-            f"records differ in {name}: {' | '.join(map(str, values))}"
-            for name, values in differences(timed).items()
-        )
-    )
-    if problems:  # where a cell has no record, the lines that can't be read may be the reason
-        reason = f"{NO_RECORD}, or its line can't be read: {'; '.join(lines_of(problems))}"
-        comparisons = [
-            replace(cell, reason=reason) if cell.reason == NO_RECORD else cell for cell in comparisons
-        ]
+    for name, values in differences(timed).items():
+        warn(f"records differ in {name}: {' | '.join(map(str, values))}")
     if arguments.json:
         warn(*filter(None, [whose]))
-        found = [cell.to_data() for cell in comparisons]
+        found = [cell.to_data() for cell in shown.comparisons]
         for line in found or _numbers(shown.records):
             print_line(msgspec.json.encode(line))
         return
@@ -96,25 +80,23 @@ def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path
         ours = short_path(having[0].parent)
         heading += f"; ours: {program()} compare {experiment.name} --results {ours}"
     say("\n".join([heading, *([whose] if whose else []), "", text]))
-    if problems:
-        say(f"\n{left_out(problems, experiment.name)}")
 
 
-def _shown(folder: Path, experiment: Experiment, arguments: Any, problems: list[Problem]) -> Shown:
-    """Results of the latest records in a folder; what can't be read is added to `problems`."""
+def _shown(folder: Path, experiment: Experiment, arguments: argparse.Namespace) -> Shown:
+    """Results of the latest records in a folder; says what can't be read, and that it is not judged."""
     name, profile = experiment.name, arguments.profile
     loaded = Store(folder).load(name)
-    problems += loaded.problems
-    warn(*lines_of(loaded.problems))
-    records = list(loaded.records)
-    if records and (engine := arguments.engine) is not None:
-        if not experiment.engines:
-            raise ValueError(f"--engine {engine}: {name} runs no engine; leave the option out")
-        check_engine_is_there(engine, records)
-        records = [record for record in records if engine in engines_of(record)]
-    records = select_records(records, experiment.revision, profile)
+    if loaded.problems:
+        again = f"not judged; restore it from a copy, or make it anew with: {program()} run {name}"
+        warn(*lines_of(loaded.problems), again)
+    records = select_records(loaded.records, experiment.revision, profile)
     if not records:
-        raise ValueError(_nothing(name, arguments, folder, loaded))
+        wanted = f" of profile {profile}" if profile else ""
+        others = f" (there are {len(loaded.records)} of other profiles or an earlier revision)"
+        raise ValueError(
+            f"no records of {name}{wanted} in {folder}{others * bool(loaded.records)}; make them with: "
+            f"{program()} run {name}{f' --profile {profile}' if profile else ''}"
+        )
     last = records[-1].options
     groups = {tuple(sorted(record.options.items(), key=str)): record.options for record in records}
     if len(groups) > 1:  # the latest group; the others are named, never mixed in
@@ -136,25 +118,7 @@ def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:
             yield {**of_record, **{name: getattr(metric, name) for name in fields}}
 
 
-def _nothing(name: str, arguments: argparse.Namespace, folder: Path, loaded: Loaded) -> str:
-    wanted = f" of profile {arguments.profile}" if arguments.profile else ""
-    profile = f" --profile {arguments.profile}" if arguments.profile else ""
-    found = []
-    if loaded.records:
-        found.append(f"there are {len(loaded.records)} of other profiles or an earlier revision")
-    if loaded.problems:
-        lines = "1 line" if len(loaded.problems) == 1 else f"{len(loaded.problems)} lines"
-        found.append(f"{lines} can't be read: {loaded.problems[0]}")
-    besides = f" ({'; '.join(found)})" if found else ""
-    return (
-        f"no records of {name}{wanted} in {folder}{besides}; make them with: {program()} run {name}{profile}"
-    )
-
-
-# Which records are shown
-
-
-def folder_of(name: str, results: Path, *, is_own: bool = True) -> tuple[Path, str]:
+def folder_of(name: str, results: Path, *, is_own: bool) -> tuple[Path, str]:
     """Folder of an experiment's records: the user's `results`, or, where nothing of it is there and no
     folder was asked for, those that come with the project, with a sentence that says so.
     """
@@ -163,25 +127,3 @@ def folder_of(name: str, results: Path, *, is_own: bool = True) -> tuple[Path, s
         return results, ""
     said = f"records that came with the project ({having[0].name}); yours: {program()} run {name}"
     return having[0], said
-
-
-def engines_of(*records: Record) -> tuple[str, ...]:
-    """The engines that took part in any of them: those asked for, without the digests of their files, then
-    those that the experiment set beside them.
-    """
-    names: list[str] = []
-    for record in records:
-        asked = str(record.options.get("engine") or "").split(",")
-        beside = record.details.get("engines")
-        names += [name.partition("@")[0] for name in asked] + [*(beside if isinstance(beside, dict) else ())]
-    return tuple(dict.fromkeys(filter(None, names)))
-
-
-def check_engine_is_there(engine: str, records: Iterable[Record]) -> None:
-    """ValueError, naming those that took part, unless the engine is one of them."""
-    known = engines_of(*records)
-    if engine not in known:
-        raise ValueError(
-            f"--engine {engine}: no record has it{suggestion(engine, known)}; there are: "
-            f"{', '.join(known) or 'none'}"
-        )

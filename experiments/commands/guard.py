@@ -180,22 +180,22 @@ def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
     """The first tier: whether the numbers are the committed ones."""
     import torch
 
-    from gpipe_bench.experiments.guard import counters
+    from gpipe_bench.experiments.guard import own
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = counters.content()
+        found = own.content()
     finally:
         torch.set_num_threads(threads)
     name = COUNTERS.relative_to(ROOT)
     if arguments.update:
         try:
-            write_whole(COUNTERS, counters.encode(found))
+            write_whole(COUNTERS, own.encode(found))
         except OSError as error:
             raise ValueError(f"{COUNTERS} can't be written: {error}") from error
         say(f"counters: wrote {name}; commit it with the reason for the change")
-    problems = counters.differences(counters.load(COUNTERS), found)
+    problems = own.differences(own.load(COUNTERS), found)
     if not problems:
         say(f"counters: {len(found['counters'])} cases equal {name}")
         return True
@@ -206,7 +206,7 @@ def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
         say(f"  {problem}")
         annotate("error", problem)
     say("the file as it would be now (--update writes it; commit it with the reason for the change):\n")
-    say(counters.encode(found))
+    say(own.encode(found))
     return False
 
 

@@ -1,9 +1,8 @@
 """`list`: the experiments and how long each profile takes; `list --machine`: what this machine can run and
 what it lacks; `list --models`: the model zoo.
 
-Nothing but the standard library is imported before it is known what is asked: a machine that lacks a package
-is to be told which. Torch is imported in a separate process, so that a build that crashes on this processor
-does not take the command down.
+Little but the standard library is imported before it is known what is asked: a machine that lacks a package
+is to be told which. Torch is asked in a separate process: a build may crash on this processor.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--models", action="store_true", help="instead the model zoo: layers and exact parameters"
     )
     verb.add_argument(
-        "--machine",
-        action="store_true",
-        help="instead what this machine can run, what it lacks, and the remedy",
+        "--machine", action="store_true", help="instead what this machine can run and lacks, and the remedy"
     )
 
 

@@ -32,10 +32,8 @@ def interrupted(number: int) -> int:
 
 
 def prepare_streams() -> None:
-    """Makes the standard streams take any text.
-
-    One that the caller closed (`>&-`, some daemons) drops what is written to it. Without this its number
-    would go to the next file that is opened, and a library that prints would write into a file of records.
+    """Makes the standard streams take any text. One that the caller closed (`>&-`, some daemons) drops it:
+    else the next file that is opened gets its number, and a library prints into a file of records.
     """
     for descriptor in (0, 1, 2):
         try:

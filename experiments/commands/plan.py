@@ -398,6 +398,7 @@ def _cut(best: Prediction) -> str:
 # Bytes alone
 
 EAGER_BYTES = ", layers compiled (bytes of eager ones, an upper estimate)"
+OF_REQUEST = ("accelerators", "memory_bytes", "batch_size", "optimizer", "precision", "compiled")
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 
 
@@ -485,12 +486,11 @@ def facts(model: Model, request: Request, found: Found) -> dict[str, Any]:
     return {
         "model": model.name,
         "num_parameters": model.num_parameters,
-        **{name: getattr(request, name) for name in ("accelerators", "memory_bytes")},
+        **{name: getattr(request, name) for name in OF_REQUEST},
         "reserve_bytes": request.held_back_bytes,
-        "batch_size": request.batch_size,
-        **{name: getattr(way, name) for name in ("num_microbatches", "schedule")},
+        "num_microbatches": way.num_microbatches,
+        "schedule": way.schedule,
         "remat": way.remat[0],
-        **{name: getattr(request, name) for name in ("optimizer", "precision", "compiled")},
         "layers_per_stage": [len(stage) for stage in way.cut],
         "workers": [
             {"stages": list(stages), "peak": memory.peak, **asdict(memory)}

@@ -1,35 +1,37 @@
 """`report`: the scorecard of everything on record, as one HTML page and one CSV file.
 
-Reads records and draws; needs neither torch nor a device. Each group of records that belong together is
-turned into cells by itself, and a cell takes its number from the first group that has one. Your own records
-come first and the committed reference records fill in what you did not run; a smoke run, which only proves
-that the path works, comes last. The first screen, which README shows, too, is about the paper and comes from
-the committed records alone.
+Needs neither torch nor a device. Each group of records that belong together is turned into cells by itself,
+and a cell takes its number from the first group that has one: your own records come first, the committed ones
+fill in what you did not run, and a smoke run comes last. The first screen, which README shows, too, is made
+from the committed records alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from gpipe_bench.experiments.commands.output import DONE, print_line, warn
-from gpipe_bench.experiments.drawing import FAILURES, Picture, pictures_of
+from gpipe_bench.experiments.drawing import Picture, pictures_of
 from gpipe_bench.experiments.paper.consistency_judging import beyond_the_margin, exact, spreads
+from gpipe_bench.experiments.paper.table1_shown import table as table1
 from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
-from gpipe_bench.harness import REFERENCE, short_path
+from gpipe_bench.harness import PUBLISHED, REFERENCE, ROOT, short_path
 from gpipe_bench.harness.environment import environment_facts
-from gpipe_bench.harness.experiment import Experiment
+from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables, percent
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.page import (
+    MARKS,
     ExperimentView,
     Machine,
     Page,
@@ -38,11 +40,10 @@ from gpipe_bench.harness.report.page import (
     html,
     table_views,
 )
-from gpipe_bench.harness.report.table import answer, judged, readable
+from gpipe_bench.harness.report.table import MEANINGS, answer, judged, readable
 from gpipe_bench.harness.store import Store, latest, lines_of, write_whole
 from gpipe_bench.harness.verdict import Comparison
 
-COMMAND = "nox -s report"
 FIGURE = "table2", "table2-throughput-fitted"
 """The first screen's figure: an experiment, and its plot."""
 HTML, CELLS = "report.html", "cells.csv"
@@ -101,32 +102,30 @@ def build(results: Path, *, figures: bool = True) -> Page:
     }
     views = []
     for name, several in found.items():
-        pictures: list[Picture] = []
-        try:
-            if figures and several:
-                pictures = _pictures(experiments[name], several[0])
-        except FAILURES as error:
-            warnings.append(f"the figures of {name} can't be drawn: {type(error).__name__}: {error}")
-        views += [_view(experiments[name], several, pictures)] if several else []
+        if several:
+            pictures, why = _pictures(experiments[name], several[0]) if figures else ([], "")
+            warnings += [f"figures: {why}"] * bool(why)
+            views.append(_view(experiments[name], several, pictures))
     recorded = {
         name: [record for each in several for record in each.records] for name, several in committed.items()
     }
     profiles = {name: {each.profile for each in several} for name, several in found.items()}
     infos = table_infos([*experiments.values()], profiles)
     tables = table_views(_first_of_each(found), load_paper(), infos)
+    shown = committed.get(FIGURE[0], []) if figures else []
+    first_pictures = _pictures(experiments[FIGURE[0]], shown[0])[0] if shown else []
     not_run = [row for table in tables for row in table.rows if row.verdict == "not run"]
     return Page(
         tables=tables,
         first=first_screen([*_first_of_each(committed), *not_run], facts_of(recorded)),
         summaries=summaries_of(recorded),
-        figure=_first_picture(committed) if figures else None,
+        figure=next((each for each in first_pictures if each.plot.name == FIGURE[1]), None),
         experiments=tuple(views),
         machines=tuple(
             _machine(name, folder, [*found.values()], own=number == 0)
             for number, (name, folder) in enumerate(places)
         ),
         warnings=tuple(warnings),
-        command=COMMAND,
     )
 
 
@@ -185,18 +184,13 @@ def _statuses(records: Sequence[Record]) -> str:
     return ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.items())
 
 
-def _first_picture(committed: Mapping[str, Sequence[Reading]]) -> Picture | None:
-    """The picture of the first screen, of the committed records; None where it can't be drawn."""
-    name, figure = FIGURE
-    try:
-        pictures = _pictures(load(name), committed[name][0])
-    except FAILURES:
-        return None
-    return next((each for each in pictures if each.plot.name == figure), None)
-
-
-def _pictures(experiment: Experiment, found: Reading) -> list[Picture]:
-    return pictures_of(experiment, found.records, found.folder / "figures", found.machine)
+def _pictures(experiment: Experiment, found: Reading) -> tuple[list[Picture], str]:
+    """The pictures of a reading; where they can't be drawn none, and why."""
+    folder = found.folder / "figures"
+    pictures, why = readable(
+        experiment.name, lambda: pictures_of(experiment, found.records, folder, found.machine)
+    )
+    return pictures or [], why
 
 
 def _machine(name: str, folder: Path, found: Iterable[Sequence[Reading]], *, own: bool) -> Machine:
@@ -211,8 +205,8 @@ def _machine(name: str, folder: Path, found: Iterable[Sequence[Reading]], *, own
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """Records of one experiment that belong together, of one folder, profile and set of options, and what
-    they come to: our answers, judged, and text without the paper's numbers.
+    """Records of one experiment, folder, profile and set of options, and what they come to: our answers,
+    judged, and text without the paper's numbers.
     """
 
     machine: str
@@ -248,7 +242,7 @@ def readings(experiment: Experiment, places: Iterable[tuple[str, Path]]) -> tupl
         for record in latest(current).values():
             groups.setdefault((record.profile, repr(sorted(record.options.items()))), []).append(record)
         for (profile, _), records in groups.items():
-            read, why = readable(experiment.name, partial(_read, experiment, records))
+            read, why = readable(experiment.name, functools.partial(_read, experiment, records))
             if read is None:
                 left_out.append(f"{short_path(folder)}: {why}")
             else:
@@ -357,3 +351,70 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
         where = "and some of it on GPUs" if on_gpus else "nothing on a GPU or TPU"
         found["cores"] = f"{' or '.join(map(str, cores))} processor cores, {where}"
     return found
+
+
+# The generated tables of the project's pages, which this file run by itself writes between their markers
+
+RECORDS = REFERENCE / "cpu-2-cores"
+CORES = 2  # of the machine that times are said for
+
+
+def sessions() -> str:
+    """A row for each experiment: how to run it, and how long its default profile takes."""
+    rows = [f"| session | what it reproduces or measures | time on {CORES} cores |", "|---|---|---|"]
+    for each in map(load, EXPERIMENTS):
+        more = f" ([more]({each.docs.removeprefix('docs/')}))" if each.docs else ""
+        rows.append(f"| `nox -s {each.name}` | {each.title}{more} | {_time(each)} |")
+    return "\n".join(rows)
+
+
+@functools.cache
+def _reference() -> Page:
+    """The reference records, for all sections that are made of them."""
+    return build(RECORDS, figures=False)
+
+
+def _meanings() -> str:
+    """A row for each answer."""
+    rows = [f"| {MARKS[name]} {name} | {meaning} |" for name, meaning in MEANINGS.items()]
+    return "\n".join(["| answer | meaning |", "|---|---|", *rows])
+
+
+def _time(experiment: Experiment) -> str:
+    """Time that the cases need by their estimates, rounded up: `15 s`, `6 min`."""
+    cases = experiment.cases(RunOptions())
+    jobs = min(CORES, len(cases)) if experiment.untimed else 1
+    seconds = sum(case.estimate_s for case in cases) / jobs
+    return f"{5 * math.ceil(seconds / 5)} s" if seconds <= 55 else f"{math.ceil(seconds / 60)} min"
+
+
+SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
+    "answer": (ROOT / "README.md", lambda: _reference().first.markdown()),
+    "sessions": (ROOT / "docs" / "commands.md", sessions),
+    "verdicts": (ROOT / "docs" / "method.md", _meanings),
+    "summaries": (PUBLISHED / "README.md", lambda: _reference().summaries.markdown()),
+    "table1": (PUBLISHED / "README.md", lambda: table1(Store(RECORDS).load("table1").records)),
+}
+"""For each name in the markers: the page, and the function that makes the section."""
+
+
+def markers(section: str) -> tuple[str, str]:
+    """The lines between which a section stands."""
+    made_by = "generated by python -m gpipe_bench.experiments.commands.report"
+    return f"<!-- {section}: {made_by} -->", f"<!-- end of {section} -->"
+
+
+def rewritten(section: str, text: str) -> str:
+    """The text of its page with the section made anew. Raises ValueError without the markers."""
+    page, make = SECTIONS[section]
+    begin, end = markers(section)
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"{page.name} has lost its markers: it needs {begin!r} and {end!r}")
+    return f"{before}{begin}\n\n{make()}\n\n{end}{after}"
+
+
+if __name__ == "__main__":
+    for section, (page, _) in SECTIONS.items():
+        page.write_text(rewritten(section, page.read_text(encoding="utf-8")), encoding="utf-8")

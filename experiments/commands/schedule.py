@@ -1,9 +1,8 @@
 """`schedule`: a schedule as a picture, checked, with what follows from it; to a file and from one.
 
 Durations are the usual ones for equal stages, a forward and a recomputation one slot and a backward two, and
-messages take no time. Where a worker holds several stages, each is a part of what it would hold alone: so
-beside the slots of a stage there are those of a whole share of the model, which make schedules with different
-numbers of stages comparable.
+messages take no time. Slots of a worker's whole share of the model make schedules with different numbers of
+stages comparable.
 
 `--from FILE` judges somebody else's list of actions, in torch's form: whether it can be executed, and if not,
 who waits for what there. Exit status 0: it can; 1: it cannot; 2: the file holds no schedule.

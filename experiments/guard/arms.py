@@ -1,14 +1,12 @@
 """What a guard run measures: two checkouts, and three arms: base, head, and the base as the control.
 
 The base is where HEAD left a given revision, checked out by `git worktree`; it is removed whatever happens,
-and what a killed guard left is removed by the next. What is compared lives in processes of its own, which
-outlive the single measurement. JSON crosses the pipes, never pickles: the code at the other end may be any
-revision.
+and what a killed guard left is removed by the next. Benchmarks live in processes that outlive the single
+measurement. JSON crosses the pipes, never pickles: the code at the other end may be any revision.
 
-A command that prints a number, in any language, is an arm as well: a sample is one run of it in the folder of
-its revision, with the threads and devices that it takes, and its value what it says of itself: seconds,
-instructions, or a rate. So start-up counts only where the command counts it. PYTHONPATH alone is set, so that
-a Python program finds the modules of its own revision first.
+Of a command that prints a number a sample is one run in the folder of its revision, and its value what it
+says of itself: seconds, instructions, or a rate. So start-up counts only where the command counts it.
+PYTHONPATH alone is set, so that a Python program finds the modules of its own revision first.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,7 +31,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from gpipe_bench.harness.processes import program, run
-from gpipe_bench.harness.rounds import ARMS, LOOKS, Sample
+from gpipe_bench.harness.rounds import ARMS, Sample
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # an answer that takes longer is a hang
@@ -43,8 +40,6 @@ GIT_TIMEOUT_S = 120
 TAIL_BYTES = 2000  # of a process's standard error, in the message about its failure
 
 TIMEOUT_S = 60.0
-NEEDED_RUNS = 2 * len(ARMS) * LOOKS[0]
-"""Runs of the command before the guard first looks at the result."""
 TAIL = 5  # lines of what a command said, in the message about its failure
 UNIT_DIGITS = 0.5  # a factor of 3 to either side of a power of 1000
 SHOWN = 40  # characters of a command in a table
@@ -62,8 +57,7 @@ class Command:
 
     Args:
         line: for the shell
-        pattern: a regular expression whose group, or whole match, is the number; any number if "". The
-            last match counts
+        pattern: of the number, or its one group; any number if "". The last match counts
         higher_is_better: whether the number is a rate
         timeout_s: a run that takes longer counts as hung
 
@@ -117,38 +111,25 @@ class CommandArm:
     def __init__(self, name: str, tree: Path, command: Command, modules: str) -> None:
         self._where, self._tree, self.command = f"{name} ({tree})", tree, command
         self._environment = {**os.environ, "PYTHONPATH": modules}
-        self.taken_s = 0.0
-        """Seconds that the latest run took."""
 
     def sample(self) -> Sample:
         """Sample of one run; its `wall_s` is the number that is compared, larger if worse.
 
         Raises ValueError, with the revision, for a run that fails, hangs, or prints no number.
         """
-        command, begin_s, before_s = self.command, time.monotonic(), _children_s()
+        command, before_s = self.command, _children_s()
         what = f"--command {command.line!r} of {self._where}"
         said = _said(
             what, command.line, command.timeout_s, "; --timeout-s gives it more",
             "; what the base has not yet can lie outside of the repository, and --build builds what must be "
             "built", cwd=self._tree, env=self._environment,
         )  # fmt: skip
-        self.taken_s = time.monotonic() - begin_s
         try:
             number = command.number(said)
         except ValueError as error:
             raise ValueError(f"{what} {error}") from error
         cpu_s = max(_children_s() - before_s, 1e-6)
         return Sample(1 / number if command.higher_is_better else number, cpu_s)
-
-
-def check_time(arms: Mapping[str, CommandArm], left_s: float) -> None:
-    """Raises ValueError where the time that is left is not enough for a first look at arms that ran once."""
-    run_s = min(arm.taken_s for arm in arms.values())
-    if run_s * NEEDED_RUNS > left_s:
-        raise ValueError(
-            f"a run of the command takes {run_s:.2g} s, and the first look needs {NEEDED_RUNS} of them in "
-            f"{left_s:.0f} s; give --budget-s {math.ceil(4 * run_s * NEEDED_RUNS)}, or a shorter command"
-        )
 
 
 def check_numbers(numbers: Mapping[str, Sequence[float]], command: Command) -> None:
@@ -287,11 +268,9 @@ def benchmarks_of(subject: Subject) -> list[str]:
 
 @contextmanager
 def arms_of(subject: Subject, base: Path, control: Path | None = None) -> Iterator[dict[str, Any]]:
-    """The arms in fresh processes, which are gone afterwards with all that they have left.
-
-    Each is an `Arm`, or a `CommandArm` where a command is timed. The head is the subject's folder as it lies
-    there, and `control` another checkout of the base, if there is one. Raises WorkerError where a revision
-    can't be loaded.
+    """The arms by name, each an `Arm` in a fresh process, or a `CommandArm`; gone afterwards with all that
+    they have left. `control` is another checkout of the base, if there is one. Raises WorkerError where a
+    revision can't be loaded.
     """
     trees = {"base": base, "head": subject.root, "control": control or base}
     if subject.command is not None:
@@ -438,10 +417,8 @@ def _remove_left(root: Path) -> None:
 
 
 def merge_base(root: Path, ref: str) -> str:
-    """The commit where HEAD left `ref`.
-
-    Raises ValueError, with the remedy, for an unknown revision, and where the history that was fetched does
-    not reach the common commit.
+    """The commit where HEAD left `ref`. Raises ValueError, with the remedy, for an unknown revision, and
+    where the history that was fetched does not reach the common commit.
     """
     is_shallow = _git(root, "rev-parse", "--is-shallow-repository") == "true"
     try:

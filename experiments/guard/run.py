@@ -21,7 +21,6 @@ from gpipe_bench.experiments.guard.arms import (
     WorkerError,
     arms_of,
     check_numbers,
-    check_time,
 )
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import (
@@ -160,9 +159,8 @@ def guard(
     budget_s: float = BUDGET_S,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Finding]:
-    """Compares the subject's folder with the tree `base` by its benchmarks; a command's control is run in a
-    tree of its own. `is_counted`: exact counters are equal. What can't be run has failed, or is new if only
-    the base lacks it; the others are measured all the same.
+    """Compares the subject's folder with the tree `base`; a command's control is run in a tree of its own.
+    `is_counted`: exact counters are equal. What can't be run has failed, or is new if only the base lacks it.
     """
     begun_s = time.monotonic()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
@@ -176,10 +174,8 @@ def guard(
             break
         with arms_of(subject, base, control) as arms:
             for index, finding in enumerate(pending):
-                now_s = (
-                    time.monotonic()
-                )  # of what is left each gets its share, so that a busy machine starves none
-                until_s = deadline_s if finding.runs else first_deadline_s
+                # Of what is left each gets its share, so that a busy machine starves none.
+                now_s, until_s = time.monotonic(), deadline_s if finding.runs else first_deadline_s
                 end_s = now_s + (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
                 try:
@@ -238,12 +234,11 @@ def measure(
 def measure_command(
     arms: Mapping[str, CommandArm], finding: Finding, seed: str, *, deadline_s: float = math.inf
 ) -> Judgement:
-    """One run of a command's benchmark, whose samples are single runs of it. Raises ValueError where it
-    fails, and before the first if there is no time for a look.
+    """One run of a command's benchmark, whose samples are single runs of it. Raises ValueError where one
+    fails.
     """
     first = {name: [arm.sample().wall_s] for name, arm in arms.items()}  # files and caches are there then
     check_numbers(first, arms["base"].command)
-    check_time(arms, math.inf if finding.runs else deadline_s - time.monotonic())
     judgement, rounds = run_rounds(lambda arm: arms[arm].sample(), seed, deadline_s=deadline_s)
     numbers = {arm: [sample.wall_s for taken in rounds for sample in taken[arm]] for arm in ARMS}
     check_numbers(numbers, arms["base"].command)

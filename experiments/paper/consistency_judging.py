@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.drawing import paper_style, without_frame
+from gpipe_bench.experiments.drawing import paper_style
 from gpipe_bench.experiments.paper.consistency_protocol import METRICS, Protocol, load_protocol
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.record import FEWEST, Metric, Record, of_case
@@ -484,5 +484,5 @@ def _draw(records: Sequence[Record], models: dict[str, Baseline]) -> Figure:
             middle = scale * statistics.fmean(scores)
             axes.hlines(middle, place - 0.3, place + 0.3, color="black", linewidth=1.5)
         axes.set(title=TITLES[model], ylabel=f"final {METRICS[model]}{unit}", xlabel="")
-    without_frame(figure)
+    seaborn.despine(figure)
     return figure

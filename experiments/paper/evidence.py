@@ -32,7 +32,7 @@ from gpipe_bench.harness.record import (
 )
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.report.reproduced import Place
-from gpipe_bench.harness.verdict import Part, Result, Spread
+from gpipe_bench.harness.verdict import Result, Spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -224,11 +224,8 @@ def replayed_spread(metric: Metric | None, error: tuple[float, float] | None, mo
     reach = max(map(abs, error))
     ends = (-error[1], -error[0]) if moves == "as the step grows" else (-reach, reach)
     least, most = map(math.exp, ends)
-    moved = sorted((value * least, value * most))  # a difference may lie below zero
-    parts = (
-        Part(what=interval_name(len(metric.samples)), low=low, high=high),
-        Part(what="error of the replay", low=moved[0], high=moved[1]),
-    )
+    parts = (interval_name(len(metric.samples)), "error of the replay")
+    # A difference may lie below zero.
     return Spread(low=min(low * least, low * most), high=max(high * least, high * most), parts=parts)
 
 

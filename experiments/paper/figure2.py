@@ -24,7 +24,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunO
 from gpipe_bench.harness.paper import SENTENCES
 from gpipe_bench.harness.record import Metric, Record, Scalar, find, frame, of_case
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.verdict import Part, Result, Spread
+from gpipe_bench.harness.verdict import Result, Spread
 from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.schedule import Kind, Remat, Schedule, most_alive_of
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
@@ -232,7 +232,7 @@ def _early_over_late(bubbles: Sequence[Record]) -> Iterator[Result]:
         yield Result(
             table=SENTENCES, row="bubble with early recomputation over late", column="largest over K and M",
             question="as published", metric=Metric("bubble, early over late", high, "ratio", "modelled"),
-            spread=Spread(low=low, high=high, parts=(Part(what="K and M", low=low, high=high),)),
+            spread=Spread(low=low, high=high, parts=("K and M",)),
             note=f"Equal stages, a free link, forward : backward = 1 : 2; {len(ratios)} pairs of K and M.",
         )  # fmt: skip
 

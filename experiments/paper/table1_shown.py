@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.drawing import paper_style, without_frame
+from gpipe_bench.experiments.drawing import paper_style
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.paper import convert, show
@@ -180,6 +180,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 
 def _draw(found: Mapping[tuple[str, str, str], Comparison], records: Sequence[Record], half: str) -> Figure:
     """Model sizes on the left, activation memory on the right, in the paper's unit."""
+    import seaborn
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -202,7 +203,7 @@ def _draw(found: Mapping[tuple[str, str, str], Comparison], records: Sequence[Re
     right.set(ylabel=f"{unit}, all accelerators", title="activation memory of the paper's models")
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    without_frame(figure)
+    seaborn.despine(figure)
     return figure
 
 

@@ -1,6 +1,5 @@
-"""A table of words: one object for every table that is printed, and the only place that lays columns out.
-
-Plain ASCII rules and no terminal control: the same text serves a terminal, a log, a pipe and a page.
+"""A table of words: one object for every table that is printed, and the only place that lays columns out, in
+plain text that serves a terminal, a log, a pipe and a page.
 """
 
 from __future__ import annotations
@@ -93,7 +92,10 @@ class Grid:
     def markdown(self) -> str:
         """The table in markdown: the title in bold, pipes escaped."""
         title = [f"**{self.title}**", ""] if self.title else []
-        columns, *lines = [[_escaped(str(cell)) for cell in line] for line in (self.columns, *self.lines)]
+        columns, *lines = [
+            [str(cell).replace("|", "\\|").replace("\n", " ") for cell in line]
+            for line in (self.columns, *self.lines)
+        ]
         return "\n".join([*title, self._laid_out("github", columns, lines), *self.notes])
 
     def _laid_out(self, style: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
@@ -130,8 +132,3 @@ def _wrapped(cell: str, width: int) -> list[str]:
         for line in cell.split("\n")
         for part in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
     ]
-
-
-def _escaped(text: str) -> str:
-    """Text for a cell of a markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")

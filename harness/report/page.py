@@ -1,10 +1,8 @@
 """The report: one HTML page that needs nothing beside itself, and all its numbers as CSV.
 
-A pure function of answers and published numbers, without a time of day: the same records always give the same
-bytes. The first screen has the question, an answer in plain words, and the paper's claims with ours beside
-them. Its words are data (`results/answer.toml`) with places for numbers, and every number comes from a
-comparison or from a fact of the records: one that the records lack is a dash. README, the page and the
-terminal show one object.
+The same records always give the same bytes: no time of day. The words of the first screen are data
+(`results/answer.toml`) with places for numbers, and every number comes from a comparison or from a fact of
+the records: one that the records lack is a dash. README, the page and the terminal show one object.
 """
 
 from __future__ import annotations
@@ -150,7 +148,6 @@ class Page:
     experiments: tuple[ExperimentView, ...]
     machines: tuple[Machine, ...]
     warnings: tuple[str, ...]
-    command: str
 
     @property
     def cells(self) -> tuple[Comparison, ...]:
@@ -253,7 +250,7 @@ def html(page: Page) -> str:
     words = tables_of_words
     environment.filters.update(
         ours=lambda cell: show(cell.ours, cell.unit), spread=words.spread_text, ratio=words.ratio_text,
-        answer=answer, key=lambda cell: "|".join(cell.key),
+        answer=answer, counts=words.counts_text, key=lambda cell: "|".join(cell.key),
         capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
         marked=_marked, breakable=_breakable,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from gpipe_bench.harness.record import REPRODUCTION, Record, of_case
 from gpipe_bench.harness.report.grid import fill, numbers_text
 from gpipe_bench.harness.report.table import Answer, answer, is_beside
 from gpipe_bench.harness.reproduction import Kind, PredictorError, Published, of_quotient, predictor_errors
-from gpipe_bench.harness.verdict import Comparison, Part, Result, Spread
+from gpipe_bench.harness.verdict import Comparison, Result, Spread
 
 Place = tuple[str, str, str]
 """Table, row and column."""
@@ -101,8 +101,7 @@ def _spread(row: str, value: float, error: float) -> Spread:
         ends = sorted(100 * ((1 + value / 100) * factor - 1) for factor in (1 / (1 + error), 1 + error))
     else:
         ends = sorted((value / (1 + error), value * (1 + error)))
-    part = Part(what="error of the predictor", low=ends[0], high=ends[1])
-    return Spread(low=part.low, high=part.high, parts=(part,))
+    return Spread(low=ends[0], high=ends[1], parts=("error of the predictor",))
 
 
 Cells = tuple[list[Comparison], list[Comparison]]

@@ -1,8 +1,7 @@
 """Numbers of the paper with ours beside them: tables in words, and counts of answers.
 
-What was predicted for the paper's accelerators and what was found here are tables of their own and are never
-added up, and so is what was held against the numbers of others. The lines of an entry stand below each other;
-where it stands on a page is the matter of its template.
+What was predicted for the paper's accelerators, what was found here, and what was held against the numbers of
+others are tables of their own and are never added up.
 """
 
 from __future__ import annotations
@@ -94,24 +93,9 @@ class Table:
         return [(label, [row for row in self.rows if row.label == label]) for label in labels]
 
     @property
-    def flat(self) -> bool:
-        """Whether each label has one row, so that a heading above every row would only take room."""
-        return len(self.groups) == len(self.rows)
-
-    @property
     def diagonal(self) -> bool:
         """Whether it is one column or mostly empty, such as a diagonal, so that a list takes less room."""
         return len(self.columns) == 1 or 2 * len(self.rows) <= len(self.columns) * len(self.groups)
-
-    @property
-    def run(self) -> bool:
-        """Whether it says more than that nothing of it was run."""
-        return any(row.verdict != "not run" for row in self.rows)
-
-    @property
-    def counts(self) -> str:
-        """The table's answers, counted in words by `counts_text`."""
-        return counts_text(self.rows)
 
 
 def numbered(
@@ -141,8 +125,8 @@ def tables_of(comparisons: Sequence[Comparison]) -> tuple[Table, ...]:
     """The same with notes, which are numbered through all of them."""
 
     def notes_of(cell: Comparison) -> list[str]:
-        parts = ", ".join(part.replace("_", " ") for part in cell.parts)
-        return [*cell.footnotes, *([f"Our range is over: {parts}"] if range_text(cell) else [])]
+        over = f"Our range is over: {', '.join(cell.parts)}"
+        return [*cell.footnotes, *([over] if range_text(cell) else [])]
 
     return parts_of(comparisons, *numbered(comparisons, notes_of))
 
@@ -324,8 +308,9 @@ T = TypeVar("T")
 
 UNREADABLE = (
     ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError,
+    OSError,
 )  # fmt: skip
-"""Errors of an experiment that reads records which another program wrote."""
+"""Errors of an experiment that reads or draws records which another program wrote."""
 MOST_SCREEN = 100
 """Lines of tables beside the paper's; half as many of a text without its numbers."""
 

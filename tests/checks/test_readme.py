@@ -15,7 +15,7 @@ import torch
 from command_line import call
 from torch.distributed.run import get_args_parser
 
-from gpipe_bench.experiments import readme
+from gpipe_bench.experiments.commands import report
 from gpipe_bench.experiments.commands.cli import parser
 from gpipe_bench.experiments.registry import spelled_out
 from gpipe_bench.harness import ROOT
@@ -43,10 +43,12 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("section", readme.SECTIONS)
+@pytest.mark.parametrize("section", report.SECTIONS)
 def test_the_tables_are_those_of_the_reference_records_and_the_experiments(section: str) -> None:
-    text = readme.SECTIONS[section][0].read_text(encoding="utf-8")
-    assert readme.rewritten(section, text) == text, "stale: run python -m gpipe_bench.experiments.readme"
+    text = report.SECTIONS[section][0].read_text(encoding="utf-8")
+    assert report.rewritten(section, text) == text, (
+        "stale: run python -m gpipe_bench.experiments.commands.report"
+    )
 
 
 # Snippets

@@ -86,7 +86,7 @@ def test_a_wrong_input_is_answered_in_one_line_with_the_remedy(line: str) -> Non
 
 
 def test_a_wrong_revision_is_refused_before_anything_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = "gpipe_bench.experiments.guard.counters.content"
+    counted = "gpipe_bench.experiments.guard.own.content"
     monkeypatch.setattr(counted, lambda: pytest.fail("counted in vain"))
     status, _, err = command_line.call("guard", "--base", "nosuchref")
     assert status == 2

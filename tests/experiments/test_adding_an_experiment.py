@@ -69,7 +69,7 @@ def test_it_is_listed(project: Path) -> None:
     lines = python(project, "-m", "experiments", "list", "--json").splitlines()
     (entry,) = [entry for entry in map(json.loads, lines) if entry["name"] == "idle"]
     assert (entry["title"], [each["cases"] for each in entry["profiles"]]) == (TITLE, [2, 2, 2])
-    code = "from gpipe_bench.experiments.readme import sessions; print(sessions())"
+    code = "from gpipe_bench.experiments.commands.report import sessions; print(sessions())"
     assert f"| `nox -s idle` | {TITLE} |" in python(project, "-c", code)
 
 

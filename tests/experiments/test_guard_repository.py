@@ -395,10 +395,6 @@ def test_the_number_of_an_output(said: str, pattern: str, number: float | ValueE
             "has not ended for 0.2 s; --timeout-s gives",
         ),
         (
-            ["--command", "sleep 0.2; echo 1", "--budget-s", "2"],
-            "the first look needs 72 of them in .*--budget-s",
-        ),
-        (
             ["--command", "echo 1", "--build", "grep -q 110 work.sh"],
             "in the base's checkout failed with status 1",
         ),

@@ -17,7 +17,8 @@ from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.guard import COUNTERS
 from gpipe_bench.experiments.commands.output import BAD_USAGE, CASE_FAILED, DONE, VERDICT_FAILED
 from gpipe_bench.experiments.guard.arms import Arm, Base, Subject, WorkerError
-from gpipe_bench.experiments.guard.counters import (
+from gpipe_bench.experiments.guard.own import (
+    BENCHMARKS,
     CASES,
     content,
     counters,
@@ -25,7 +26,6 @@ from gpipe_bench.experiments.guard.counters import (
     encode,
     load,
 )
-from gpipe_bench.experiments.guard.own import BENCHMARKS
 from gpipe_bench.experiments.guard.run import Finding, guard
 from gpipe_bench.harness.rounds import Change, Judgement
 from gpipe_bench.pipeline.stage.layers import LayerRunner
@@ -157,7 +157,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verb, "COUNTERS", path)
     content = {"benchmarks": sorted(BENCHMARKS), "counters": {"case": {"flops": 8}}}
-    monkeypatch.setattr("gpipe_bench.experiments.guard.counters.content", lambda: content)
+    monkeypatch.setattr("gpipe_bench.experiments.guard.own.content", lambda: content)
     path.parent.mkdir(parents=True)
     path.write_text(encode(content))
     return path

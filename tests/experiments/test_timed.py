@@ -227,7 +227,6 @@ def test_a_replay_that_is_too_fast_lowers_the_throughput_and_not_the_other_way()
     slower = (math.log(1.10), math.log(1.21))
     rate = replayed_spread(replayed(2.0, 1.9, 2.1), slower, "as the step grows")
     assert (rate.low, rate.high) == pytest.approx((1.9 / 1.21, 2.1 / 1.10))
-    assert [part.what for part in rate.parts] == ["interval", "error of the replay"]
-    assert (rate.parts[1].low, rate.parts[1].high) == pytest.approx((2.0 / 1.21, 2.0 / 1.10))
+    assert rate.parts == ("interval", "error of the replay")
     share = replayed_spread(replayed(2.0), slower, "either way")
     assert (share.low, share.high) == pytest.approx((2.0 / 1.21, 2.42))

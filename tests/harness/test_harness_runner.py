@@ -18,7 +18,7 @@ from gpipe_bench.harness import environment
 from gpipe_bench.harness import experiment as experiments
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.runner import BarReporter, Reporter, reporter, run_experiment, sensible_jobs
+from gpipe_bench.harness.runner import Reporter, reporter, run_experiment, sensible_jobs
 
 
 def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):
@@ -232,9 +232,7 @@ def test_a_terminal_gets_a_bar(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
-    shown = reporter(terminal, {"TERM": "xterm"})
-    assert isinstance(shown, BarReporter)
-    tell(shown)
+    tell(reporter(terminal, {"TERM": "xterm"}))
     text = terminal.getvalue()
     assert "\x1b[" in text
     for part in ("0/3", "30 s left", "3/3", "[bold]mind the gap[/bold]", "step=3: failed: wheel [off]"):

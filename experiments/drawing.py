@@ -14,11 +14,11 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpipe_bench.harness.experiment import Drawing, Experiment, Plot
 from gpipe_bench.harness.record import Record, encode
@@ -80,31 +80,63 @@ def gantt(timeline: Timeline, title: str = "", unit: str = "ms") -> Figure:
     return figure
 
 
-def paint(axes: Axes, timeline: Timeline, *, unit_s: float = 1e-3, width: float | None = None) -> None:
+def charts(shown: Mapping[str, Timeline], unit: str, columns: int = 1) -> Figure:
+    """Charts of several timelines in whole units, by their titles, on one time axis; a row of boxes for each
+    worker, whose later stages have a dark frame.
+    """
+    from matplotlib.figure import Figure
+
+    rows, longest = -(-len(shown) // columns), max(timeline.makespan_s for timeline in shown.values())
+    figure = Figure(figsize=(5.7 + 1.5 * columns, 1.1 * rows + 0.8), layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, squeeze=False)
+    for axes, (title, timeline) in zip(grid.flat, shown.items(), strict=True):
+        paint(axes, timeline, unit_s=1, width=longest * columns, by_worker=True)
+        axes.set_xlim(0, longest)
+        axes.grid(visible=False)
+        axes.tick_params(labelsize=7)
+        facts = f"{timeline.makespan_s:g} {unit}, {timeline.bubble:.1%} idle"
+        axes.set_title(f"{title}: {facts}", fontsize=8, loc="left", pad=2)
+    for axes in grid[-1]:
+        axes.set_xlabel(unit, fontsize=8)
+    legend(figure, shown.values())
+    return figure
+
+
+def paint(
+    axes: Axes, timeline: Timeline, *, unit_s: float = 1e-3, width: float | None = None,
+    by_worker: bool = False,
+) -> None:  # fmt: skip
     """Draws the boxes of a timeline, in units of `unit_s` seconds, on axes that somebody else labels.
 
-    `width` is what the axes show, in units; it decides which boxes have room for a number.
+    `width` is what the figure's width shows, in units; it decides which boxes have room for a number.
     """
     room = NARROWEST_LABEL * (timeline.makespan_s / unit_s if width is None else width)
-    edge: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.6}
+    lanes = {stage: (stage, 0) for stage in range(timeline.num_stages)}  # and turns on a worker
+    if by_worker:
+        held = map(timeline.stages_of, range(timeline.num_workers))
+        lanes = {stage: (w, turn) for w, of in enumerate(held) for turn, stage in enumerate(of)}
     for event in timeline.events:
         start, length = event.start_s / unit_s, event.duration_s / unit_s
-        kind, stage = event.action.kind, event.action.stage
-        hatch = "////" if kind == "R" else None
-        lane = (stage - 0.42, 0.84)
-        axes.broken_barh([(start, length)], lane, facecolors=COLORS[kind], hatch=hatch, **edge)
+        kind, (lane, turn) = event.action.kind, lanes[event.action.stage]
+        axes.broken_barh(
+            [(start, length)], (lane - 0.42, 0.84), facecolors=COLORS[kind],
+            hatch="////" if kind == "R" else None, edgecolors="black" if turn else "white", linewidths=0.6,
+        )  # fmt: skip
         if length > room:
             axes.text(
-                start + length / 2, stage, str(event.action.microbatch), ha="center", va="center", fontsize=7,
+                start + length / 2, lane, str(event.action.microbatch), ha="center", va="center", fontsize=7,
                 color="black" if kind in ("F", "R") else "white",
             )  # fmt: skip
     for span in timeline.work:
         at = (span.start_s / unit_s, span.duration_s / unit_s)
-        color = WORK_COLORS.get(span.name, "0.5")
-        axes.broken_barh([at], (span.stage - 0.42, 0.84), facecolors=color, **edge)
-    devices = [f" ({name})" for name in timeline.devices] or [""] * timeline.num_stages
-    axes.set_yticks(range(timeline.num_stages), [f"stage {n}{device}" for n, device in enumerate(devices)])
-    axes.set_ylim(timeline.num_stages - 0.5, -0.5)  # stage 0 on top
+        axes.broken_barh(
+            [at], (lanes[span.stage][0] - 0.42, 0.84), facecolors=WORK_COLORS.get(span.name, "0.5"),
+            edgecolors="white", linewidths=0.6,
+        )  # fmt: skip
+    devices, count = timeline.devices, timeline.num_workers if by_worker else timeline.num_stages
+    names = [f"stage {n}" + (f" ({devices[n]})" if devices else "") for n in range(count)]
+    axes.set_yticks(range(count), None if by_worker else names)
+    axes.set_ylim(count - 0.5, -0.5)  # the first on top
 
 
 def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:

@@ -7,6 +7,7 @@ in the paper it would have rejected. Our range names its parts.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -209,6 +210,16 @@ class Spread:
     low: float
     high: float
     parts: tuple[Part, ...] = ()
+
+    @classmethod
+    def of(cls, what: str, values: Iterable[float]) -> Spread | None:
+        """The range of all values, for one reason; None of fewer than two."""
+        low, *others = sorted(map(float, values)) or [0.0]
+        return (
+            cls(low=low, high=others[-1], parts=(Part(what=what, low=low, high=others[-1]),))
+            if others
+            else None
+        )
 
     def __post_init__(self) -> None:
         for part in (Part(what="range", low=self.low, high=self.high), *self.parts):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Provenance, Record, of_case
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.verdict import Part, Question, Result, Spread
+from gpipe_bench.harness.verdict import Question, Result, Spread
 from gpipe_bench.pipeline.plan.partition import partition
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
@@ -201,20 +201,13 @@ def cells(records: Sequence[Record]) -> list[Result]:
             source="others",
             question=question,
             metric=record.metric(RATIO),
-            spread=_over_cuts([*record.details.get("by_cut", {}).values()]),
+            spread=Spread.of("balanced by", record.details.get("by_cut", {}).values()),
             record=record,
             note=f"Of the rank that sends most in a step, {how}.",
         )
         for part, (question, how) in ANSWERS.items()
         for record in of_case(records, "done", part=part)
     ]
-
-
-def _over_cuts(ratios: Sequence[float]) -> Spread | None:
-    if not ratios:
-        return None
-    part = Part(what="balanced by", low=min(ratios), high=max(ratios))
-    return Spread(low=part.low, high=part.high, parts=(part,))
 
 
 def tables(records: Sequence[Record]) -> str:

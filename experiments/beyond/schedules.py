@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gpipe_bench.experiments.drawing import COLORS, legend, picture
+from gpipe_bench.experiments.drawing import charts, picture
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Metric, Record, Scalar, find, frame, of_case
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.verdict import Part, Result, Spread
+from gpipe_bench.harness.verdict import Result, Spread
 from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import NAMED, named, vee
@@ -44,7 +44,6 @@ from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PART, EQUAL = "published", "equal costs"
@@ -218,20 +217,13 @@ def cells(records: Sequence[Record]) -> list[Result]:
     return [
         Result(
             table=str(record.case["table"]), row=metric.name, column=str(metric.key["column"]),
-            source="others", question="as published", metric=metric, spread=_spread(tried),
+            source="others", question="as published", metric=metric, spread=Spread.of(OPEN, tried),
             record=record, note=metric.note,
             not_comparable=WHOLE if metric.name.endswith("over 1F1B, memory") else "",
         )
         for record in of_case(records, "done", part=PART)
         for metric, tried in zip(record.metrics, record.details["tried"], strict=True)
     ]  # fmt: skip
-
-
-def _spread(tried: Sequence[float]) -> Spread | None:
-    if len(tried) == 1:
-        return None
-    part = Part(what=OPEN, low=min(tried), high=max(tried))
-    return Spread(low=part.low, high=part.high, parts=(part,))
 
 
 # All schedules at equal costs
@@ -318,44 +310,12 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 
 
 def _charts(record: Record) -> Figure:
-    from matplotlib.figure import Figure
-
     kept = record.details["timelines"]
-    drawn = {(n, r): Timeline.from_data(kept[r][n]) for n in WITHOUT_NAIVE for r in REMATS}
-    longest = max(timeline.makespan_s for timeline in drawn.values())
-    figure = Figure(figsize=(13, 1.02 * len(WITHOUT_NAIVE) + 0.8), layout="constrained")
-    grid = figure.subplots(len(WITHOUT_NAIVE), len(REMATS), sharex=True)
-    for axes, ((name, remat), timeline) in zip(grid.flat, drawn.items(), strict=True):
-        _paint(axes, timeline)
-        axes.set_xlim(0, longest)
-        axes.grid(visible=False)
-        axes.tick_params(labelsize=7)
-        facts = f"{timeline.makespan_s:g} slots, {timeline.bubble:.0%} idle"
-        axes.set_title(f"{name}, {KEPT[remat]}: {facts}", fontsize=8, loc="left", pad=2)
-    for axes in grid[-1]:
-        axes.set_xlabel("slots", fontsize=8)
-    legend(figure, drawn.values())
-    return figure
-
-
-def _paint(axes: Axes, timeline: Timeline) -> None:
-    """A row for each worker; a worker's later stages have a dark frame."""
-    for worker in range(timeline.num_workers):
-        stages = timeline.stages_of(worker)
-        for event in timeline.of_worker(worker):
-            kind, turn = event.action.kind, stages.index(event.action.stage)
-            axes.broken_barh(
-                [(event.start_s, event.duration_s)], (worker - 0.42, 0.84), facecolors=COLORS[kind],
-                edgecolors="white" if turn == 0 else "black", linewidths=0.5,
-            )  # fmt: skip
-            if kind is not Kind.F:  # the others follow, and a picture without their numbers is smaller
-                continue
-            axes.text(
-                event.start_s + event.duration_s / 2, worker, str(event.action.microbatch), ha="center",
-                va="center", fontsize=5.5 if event.duration_s >= 1 else 4.5,
-            )  # fmt: skip
-    axes.set_yticks(range(timeline.num_workers))
-    axes.set_ylim(timeline.num_workers - 0.5, -0.5)
+    shown = {
+        f"{name}, {KEPT[remat]}": Timeline.from_data(kept[remat][name])
+        for name, remat in product(WITHOUT_NAIVE, REMATS)
+    }
+    return charts(shown, "slots", columns=2)
 
 
 EXPERIMENT = Experiment(

@@ -26,13 +26,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.beyond.side_by_side import measured, trust_of
 from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, MODELS, PART, PREDICTED, STEP
 from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Metric, Record, of_case
 from gpipe_bench.harness.report.grid import Grid as Table
+from gpipe_bench.harness.rounds import measured, trust_of
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner.candidate import Grid, Prediction, Way
 from gpipe_bench.planner.collectives import forward_kind

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_bench.experiments.beyond.side_by_side import Found, conditions_of, facts_of
+from gpipe_bench.experiments.beyond.engine_turns import Found, conditions_of
 from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, PREDICTED, STEP, Planned
 from gpipe_bench.experiments.paper.steps import run_processes
 from gpipe_bench.harness.experiment import Outcome
@@ -72,7 +72,6 @@ def run(planned: Planned, seed: int, device: str) -> Outcome:
         Metric("drift", drift, "ratio", "measured", key={"process": number}, note=note)
         for number, drift in enumerate(drifts)
     ]
-    details |= facts_of(found, metrics)
     if off := [drift for drift in drifts if not 1 / MOST_DRIFT <= drift <= MOST_DRIFT]:
         details["void"] = (
             f"a core's speed drifted by a factor of {off[0]:.2f} between the probes and the steps"
@@ -258,14 +257,16 @@ def numbers(planned: Planned, found: Sequence[Found]) -> tuple[list[Metric], dic
             from_samples(BY_THE_CLOCK, [1e3 * each for each in clock[name]], "ms", key=key),
         ]  # fmt: skip
     ratios = [ratio for name in steps for ratio in against_itself(steps, name)]
-    metrics += conditions_of(found, ratios, "first sample of a round / second, of all configurations")
+    note = "first sample of a round / second, of all configurations"
+    trust, facts = conditions_of(found, ratios, note)
     rows = [
         {"name": title(each.candidate), "cut": [len(stage) for stage in each.candidate.cut],
          "step_ms": 1e3 * each.step_s, "low_ms": 1e3 * each.low_s, "high_ms": 1e3 * each.high_s}
         for each in ranking
     ]  # fmt: skip
     of_costs = {name: each for name, each in costs.to_data().items() if name != "jitter"}
-    return metrics, {
+    return metrics + trust, {
+        **facts,
         "title": planned.title,
         "scale": planned.scale,
         "batch_size": planned.batch_size,

@@ -8,14 +8,13 @@ costs zero bubble in a V needs the least time, V-Min the least memory without re
 Published numbers are rows of results/published-schedules.csv. Qi et al. (Zero Bubble Pipeline Parallelism,
 arXiv 2401.10241) print the seconds of a forward, of both halves of a backward and of a message for each of
 their models, and the idle share of a worker's time: (cost - m (F + B + W)) / cost, where the cost is the
-longest span of a worker from its first action to its last. Nothing is unknown, so the replay must come to the
-same; what they searched for (ZB-1p, ZB-2p, ZB-V) is the generator's under the same cap of graphs alive, and
-another search may beat it. For OLMo-core, torchtitan and Primus, bubbles and numbers of live micro-batches
-follow from the schedule alone. Their ratios of speeds are ranges over what is not stated, numbers of
-micro-batches and stages per worker; what differs beyond is put down to kernels and messages.
+longest span of a worker from its first action to its last. So the replay must come to the same; what they
+searched for (ZB-1p, ZB-2p, ZB-V) is the generator's under the same cap of graphs alive. For OLMo-core,
+torchtitan and Primus, bubbles and live micro-batches follow from the schedule alone; ratios of speeds are
+ranges over the numbers of micro-batches and stages per worker that are not stated.
 
-At equal costs a worker's whole share of the model takes one slot forward and two backward, whatever the
-number of its stages, and messages take no time: what is compared are the schedules and nothing else.
+At equal costs a worker's whole share of the model takes one slot forward and two backward, and messages take
+no time: what is compared are the schedules and nothing else.
 """
 
 from __future__ import annotations
@@ -232,29 +231,26 @@ def cells(records: Sequence[Record]) -> list[Result]:
 def run_equal(num_workers: int) -> Outcome:
     """All schedules on so many workers, and the charts of M = 2K where they are kept."""
     metrics = []
-    for number in (times * num_workers for times in TIMES):
-        for name in NAMES:
-            for remat in REMATS:
-                schedule = schedule_of(name, num_workers, number, remat)
-                timeline = laid_out(schedule)
-                alive = max(alive_by_worker(schedule)) / (schedule.num_stages / num_workers)
-                key: dict[str, Scalar] = {"schedule": name, "M": number, "remat": remat}
-                metrics += [
-                    Metric(what, value, unit, "replayed", key=key)
-                    for what, value, unit in (
-                        ("step in slots", float(timeline.makespan_s), "number"),
-                        ("bubble", float(timeline.bubble), "ratio"),
-                        ("graphs alive", alive, "number"),
-                    )
-                ]
+    for times, name, remat in product(TIMES, NAMES, REMATS):
+        schedule = schedule_of(name, num_workers, times * num_workers, remat)
+        timeline = laid_out(schedule)
+        alive = max(alive_by_worker(schedule)) / (schedule.num_stages / num_workers)
+        key: dict[str, Scalar] = {"schedule": name, "M": times * num_workers, "remat": remat}
+        metrics += [
+            Metric("step in slots", float(timeline.makespan_s), "number", "replayed", key=key),
+            Metric("bubble", float(timeline.bubble), "ratio", "replayed", key=key),
+            Metric("graphs alive", alive, "number", "replayed", key=key),
+        ]
     if num_workers != CHART_WORKERS:
         return Outcome(tuple(metrics))
-
-    def chart(name: str, remat: str) -> dict[str, Any]:
-        return laid_out(schedule_of(name, num_workers, 2 * num_workers, remat)).to_data()
-
-    charts = {remat: {name: chart(name, remat) for name in WITHOUT_NAIVE} for remat in REMATS}
-    return Outcome(tuple(metrics), {"timelines": charts})
+    drawn = {
+        remat: {
+            name: laid_out(schedule_of(name, num_workers, 2 * num_workers, remat)).to_data()
+            for name in WITHOUT_NAIVE
+        }
+        for remat in REMATS
+    }
+    return Outcome(tuple(metrics), {"timelines": drawn})
 
 
 def schedule_of(name: str, num_workers: int, num_microbatches: int, remat: str) -> Schedule:

@@ -207,52 +207,42 @@ def cells(records: Sequence[Record]) -> list[Result]:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """The schedules that are drawn, and their bubbles as fractions."""
+    """The schedules that are drawn, and their bubbles as fractions for one K and whether all others agree."""
     charts, bubbles = (of_case(records, "done", part=part) for part in ("chart", "bubble"))
-    return "\n\n".join(filter(None, [_steps(charts), _fractions(bubbles)]))
-
-
-def _percent(number: float) -> str:
-    return f"{100 * number:.1f} %"
-
-
-def _steps(found: Sequence[Record]) -> str:
-    """The drawn steps: how long, how idle, how much is kept."""
-    counts = sorted({int(record.case["num_microbatches"] or 0) for record in found})
-    lines = []
-    for name, variant in VARIANTS.items():
-        lines.append([variant.title])
-        for record in (find(found, schedule=name, num_microbatches=m) for m in counts):
+    drawn, shown = [], find(bubbles, num_stages=DRAWN_STAGES)
+    counts = sorted({int(record.case["num_microbatches"] or 0) for record in charts})
+    for name, variant in VARIANTS.items() if charts else ():
+        drawn.append([variant.title])
+        for record in (find(charts, schedule=name, num_microbatches=m) for m in counts):
             step, bubble, alive = (each.value or 0 for each in record.metrics) if record else (math.nan,) * 3
-            lines[-1] += [f"{step:g}", _percent(bubble), f"{alive:g}"]
-    headers = ["schedule", *(name for m in counts for name in (f"M={m}: step", "idle", "graphs"))]
-    title = (
-        f"The schedules drawn, K = {DRAWN_STAGES} (replayed): step in forwards of one micro-batch on one "
-        "stage,\nidle share of the device time, most micro-batches whose graph the first stage keeps"
-    )
-    return numbers_text(title, headers, lines if found else [])
-
-
-def _fractions(found: Sequence[Record]) -> str:
-    """Closed form and replay as fractions for one K, and whether all others agree."""
-    shown = find(found, num_stages=DRAWN_STAGES)
-    if shown is None:
-        return ""
-    lines = []
-    for name, variant in VARIANTS.items():
+            drawn[-1] += [f"{step:g}", f"{100 * bubble:.1f} %", f"{alive:g}"]
+    fractions = []
+    for name, variant in VARIANTS.items() if shown is not None else ():
         pairs = [shown.details["fractions"][f"{name} M={m}"] for m in SHOWN_MICROBATCHES]
-        lines += [
+        replayed = [each["replay"] for each in pairs]
+        fractions += [
             [variant.title, variant.formula, *(each["closed form"] for each in pairs)],
-            ["", "replay", *(each["replay"] for each in pairs)],
-            ["", "", *(_percent(float(Fraction(each["replay"]))) for each in pairs)],
+            ["", "replay", *replayed],
+            ["", "", *(f"{100 * float(Fraction(each)):.1f} %" for each in replayed)],
         ]
-    every = [pair for each in found for pair in each.details["fractions"].values()]
-    title = (
-        f"Bubble, K = {DRAWN_STAGES}: the closed form above, the replay below it (replayed)\n"
-        f"Over K = {', '.join(str(each.case['num_stages']) for each in found)}, replay and closed form are "
-        f"equal in {sum(pair['replay'] == pair['closed form'] for pair in every)} of {len(every)} fractions"
-    )
-    return numbers_text(title, ["schedule", "closed form", *(f"M={m}" for m in SHOWN_MICROBATCHES)], lines)
+    every = [pair for each in bubbles for pair in each.details["fractions"].values()]
+    found = [
+        numbers_text(
+            f"The schedules drawn, K = {DRAWN_STAGES} (replayed): step in forwards of one micro-batch on one "
+            "stage,\nidle share of the device time, most micro-batches whose graph the first stage keeps",
+            ["schedule", *(name for m in counts for name in (f"M={m}: step", "idle", "graphs"))],
+            drawn,
+        ),
+        numbers_text(
+            f"Bubble, K = {DRAWN_STAGES}: the closed form above, the replay below it (replayed)\n"
+            f"Over K = {', '.join(str(each.case['num_stages']) for each in bubbles)}, replay and closed form "
+            f"are equal in {sum(each['replay'] == each['closed form'] for each in every)} of {len(every)} "
+            "fractions",
+            ["schedule", "closed form", *(f"M={m}" for m in SHOWN_MICROBATCHES)],
+            fractions,
+        ),
+    ]
+    return "\n\n".join(filter(None, found))
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:

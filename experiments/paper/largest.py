@@ -70,9 +70,10 @@ class Setting:
     def batch_size(self) -> int:
         return HALVES[self.half].batch_size
 
+    @cache  # noqa: B019
     def schedule(self, num_microbatches: int) -> Schedule:
         """Naive-1 keeps all activations of one mini-batch; a pipeline recomputes every micro-batch."""
-        return _schedule(self.num_stages, num_microbatches, self.is_naive)
+        return naive(self.num_stages) if self.is_naive else gpipe(self.num_stages, num_microbatches)
 
     def microbatch_counts(self) -> tuple[int, ...]:
         """Numbers of micro-batches that divide the mini-batch, fewest first."""
@@ -86,11 +87,6 @@ class Setting:
         if self.half == "transformer":
             return transformer(reading, num_layers, size, self.attention)
         return amoebanet(reading, num_layers, num_filters, size)
-
-
-@cache
-def _schedule(num_stages: int, num_microbatches: int, is_naive: bool) -> Schedule:
-    return naive(num_stages) if is_naive else gpipe(num_stages, num_microbatches, remat="always")
 
 
 @dataclass(frozen=True)

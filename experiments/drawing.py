@@ -1,10 +1,8 @@
 """Figures: how those of an experiment are drawn, kept and put on a page, and what the drawings of several
-share: a theme, and a Gantt chart of a timeline.
+share: a theme, and Gantt charts of timelines.
 
 Drawing is slow and reading is fast, so a page takes the pictures that a run left behind. A picture of other
 records would be a lie, so beside each experiment's figures lies a digest of the records they were drawn from.
-
-The chart reads a `Timeline` and nothing else, so measured and replayed steps are drawn alike.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ NAMES = {
     "F": "forward", "R": "recompute", "B": "backward", "I": "backward, inputs", "W": "backward, weights",
 }  # fmt: skip
 """Names of the kinds of action, in order."""
-WORK_COLORS: dict[str, str] = {"setup": "#bdbdbd", "update": "#636363"}
 # A box narrower than this share of the picture has no room for the number of its micro-batch.
 NARROWEST_LABEL = 0.012
 
@@ -61,36 +58,19 @@ def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Drawing]) -
     return Plot(name=name, caption=caption, alt=alt, draw=draw, suffixes=("png",), style=paper_style)
 
 
-def gantt(timeline: Timeline, title: str = "", unit: str = "ms") -> Figure:
-    """The chart as a matplotlib figure; times in milliseconds, or whole "slots" as they are."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 1.3 + 0.45 * timeline.num_stages), layout="constrained")
-    axes = figure.add_subplot()
-    unit_s = 1e-3 if unit == "ms" else 1.0
-    makespan = timeline.makespan_s / unit_s
-    paint(axes, timeline, unit_s=unit_s)
-    axes.set_xlim(0, makespan or 1)
-    axes.set_xlabel(f"time ({unit})")
-    conditions = [f"{name.replace('_', ' ')}: {value}" for name, value in timeline.conditions.items()]
-    facts = [timeline.provenance, f"{makespan:.1f} {unit}, {timeline.bubble:.0%} idle"]
-    said = "; ".join([*facts, *([", ".join(conditions)] if conditions else [])])
-    axes.set_title(f"{title}\n{said}" if title else said, fontsize=9)
-    legend(figure, [timeline])
-    return figure
-
-
 def charts(shown: Mapping[str, Timeline], unit: str, columns: int = 1) -> Figure:
-    """Charts of several timelines in whole units, by their titles, on one time axis; a row of boxes for each
+    """Gantt charts of timelines in whole units, by their titles, on one time axis: a row of boxes for each
     worker, whose later stages have a dark frame.
     """
     from matplotlib.figure import Figure
 
-    rows, longest = -(-len(shown) // columns), max(timeline.makespan_s for timeline in shown.values())
-    figure = Figure(figsize=(5.7 + 1.5 * columns, 1.1 * rows + 0.8), layout="constrained")
+    longest = max(timeline.makespan_s for timeline in shown.values())
+    rows, workers = -(-len(shown) // columns), max(timeline.num_workers for timeline in shown.values())
+    size = 6 + 3 * columns, 0.28 * workers * rows + 0.8
+    figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, squeeze=False)
     for axes, (title, timeline) in zip(grid.flat, shown.items(), strict=True):
-        paint(axes, timeline, unit_s=1, width=longest * columns, by_worker=True)
+        _paint(axes, timeline, NARROWEST_LABEL * columns * longest)
         axes.set_xlim(0, longest)
         axes.grid(visible=False)
         axes.tick_params(labelsize=7)
@@ -98,53 +78,34 @@ def charts(shown: Mapping[str, Timeline], unit: str, columns: int = 1) -> Figure
         axes.set_title(f"{title}: {facts}", fontsize=8, loc="left", pad=2)
     for axes in grid[-1]:
         axes.set_xlabel(unit, fontsize=8)
-    legend(figure, shown.values())
+    _legend(figure, shown.values())
     return figure
 
 
-def paint(
-    axes: Axes, timeline: Timeline, *, unit_s: float = 1e-3, width: float | None = None,
-    by_worker: bool = False,
-) -> None:  # fmt: skip
-    """Draws the boxes of a timeline, in units of `unit_s` seconds, on axes that somebody else labels.
-
-    `width` is what the figure's width shows, in units; it decides which boxes have room for a number.
-    """
-    room = NARROWEST_LABEL * (timeline.makespan_s / unit_s if width is None else width)
-    lanes = {stage: (stage, 0) for stage in range(timeline.num_stages)}  # and turns on a worker
-    if by_worker:
-        held = map(timeline.stages_of, range(timeline.num_workers))
-        lanes = {stage: (w, turn) for w, of in enumerate(held) for turn, stage in enumerate(of)}
-    for event in timeline.events:
-        start, length = event.start_s / unit_s, event.duration_s / unit_s
-        kind, (lane, turn) = event.action.kind, lanes[event.action.stage]
-        axes.broken_barh(
-            [(start, length)], (lane - 0.42, 0.84), facecolors=COLORS[kind],
-            hatch="////" if kind == "R" else None, edgecolors="black" if turn else "white", linewidths=0.6,
-        )  # fmt: skip
-        if length > room:
-            axes.text(
-                start + length / 2, lane, str(event.action.microbatch), ha="center", va="center", fontsize=7,
-                color="black" if kind in ("F", "R") else "white",
+def _paint(axes: Axes, timeline: Timeline, room: float) -> None:
+    """Draws the boxes of a timeline; those longer than `room` have the number of their micro-batch."""
+    for worker in range(timeline.num_workers):
+        stages = timeline.stages_of(worker)
+        for action, start, end in timeline.of_worker(worker):
+            kind, is_first = action.kind, action.stage == stages[0]
+            axes.broken_barh(
+                [(start, end - start)], (worker - 0.42, 0.84), facecolors=COLORS[kind], linewidths=0.6,
+                hatch="////" if kind == "R" else None, edgecolors="white" if is_first else "black",
             )  # fmt: skip
-    for span in timeline.work:
-        at = (span.start_s / unit_s, span.duration_s / unit_s)
-        axes.broken_barh(
-            [at], (lanes[span.stage][0] - 0.42, 0.84), facecolors=WORK_COLORS.get(span.name, "0.5"),
-            edgecolors="white", linewidths=0.6,
-        )  # fmt: skip
-    devices, count = timeline.devices, timeline.num_workers if by_worker else timeline.num_stages
-    names = [f"stage {n}" + (f" ({devices[n]})" if devices else "") for n in range(count)]
-    axes.set_yticks(range(count), None if by_worker else names)
-    axes.set_ylim(count - 0.5, -0.5)  # the first on top
+            if end - start > room:
+                axes.text(
+                    (start + end) / 2, worker, str(action.microbatch), ha="center", va="center", fontsize=7,
+                    color="black" if kind in ("F", "R") else "white",
+                )  # fmt: skip
+    axes.set_yticks(range(timeline.num_workers))
+    axes.set_ylim(timeline.num_workers - 0.5, -0.5)  # the first on top
 
 
-def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
+def _legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     """One legend below the figure, of what occurs in any of the timelines."""
     from matplotlib.patches import Patch
 
-    shown = list(timelines)
-    kinds = sorted({event.action.kind for each in shown for event in each.events}, key=[*NAMES].index)
+    kinds = sorted({event.action.kind for each in timelines for event in each.events}, key=[*NAMES].index)
     handles = [
         Patch(
             facecolor=COLORS[kind], edgecolor="white", linewidth=0.6, label=NAMES[kind],
@@ -152,11 +113,7 @@ def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
         )
         for kind in kinds
     ]  # fmt: skip
-    work = dict.fromkeys(span.name for each in shown for span in each.work)
-    handles += [Patch(color=WORK_COLORS.get(name, "0.5"), label=name) for name in work]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=max(len(handles), 1), fontsize=8, frameon=False
-    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
 
 
 # Figures as files, and on a page

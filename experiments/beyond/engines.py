@@ -13,11 +13,9 @@ action costs some ten microseconds. The machine should have nothing else to do:
 All engines of a case get the same layers, batch, micro-batches and precision, and the same partition but for
 one that is made for several stages in each process (`placement`); before and after the timing each is checked
 for what it really did (`engines/checks.py`). They take turns (`engine_turns.py`), so only ratios of one round
-are judged. torchgpipe runs in one process, where ours is set against it on one core.
-
-The user's engines are tried first, each beside ours in processes of its own with a limit of time: one that
-raises, hangs or leaves wrong gradients is a row with its error, and the others are measured without it. Where
-several fail only together, none of them is measured.
+are judged. The user's engines are tried first, each beside ours with a limit of time: one that raises, hangs
+or leaves wrong gradients is a row with its error, and the others are measured without it. Where several fail
+only together, none of them is measured.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A case that plans and runs: layers are timed on two processes, all ways predicted, and ten of them run.
 
-What is ranked is what the search of `plan` lays out, where it may choose among ways that two processes can
-take. It is asked for each kind of re-materialization alone, because with all the memory that there is it
-would recompute nothing. The best five run, and five others that lie evenly in the rest of the ranking, so
-that a plan that is wrong about the slow ones is found out, too.
+Ranked is what the search of `plan` lays out among ways that two processes can take, for each kind of
+re-materialization alone, because with all the memory that there is it would recompute nothing. The best five
+run, and five others that lie evenly in the rest, so that a plan that is wrong about the slow ones is found
+out.
 
-The plan is made before any of its candidates has taken a step. Then the candidates take turns, there and back
-in every round, and before and after each step stands the reference step of the probes: a prediction is for a
-machine as fast as it was when the layers were timed, and only something else that was timed both times tells.
+The plan is made before any of its candidates has taken a step. Then these take turns, there and back in every
+round, and before and after each step stands the reference step of the probes: a prediction is for a machine
+as fast as it was when the layers were timed.
 """
 
 from __future__ import annotations

@@ -216,9 +216,9 @@ def tables(records: Sequence[Record]) -> str:
         for record in (find(charts, schedule=name, num_microbatches=m) for m in counts):
             step, bubble, alive = (each.value or 0 for each in record.metrics) if record else (math.nan,) * 3
             drawn[-1] += [f"{step:g}", f"{100 * bubble:.1f} %", f"{alive:g}"]
-    fractions = []
-    for name, variant in VARIANTS.items() if shown is not None else ():
-        pairs = [shown.details["fractions"][f"{name} M={m}"] for m in SHOWN_MICROBATCHES]
+    fractions, of_shown = [], shown.details["fractions"] if shown is not None else {}
+    for name, variant in VARIANTS.items() if of_shown else ():
+        pairs = [of_shown[f"{name} M={m}"] for m in SHOWN_MICROBATCHES]
         replayed = [each["replay"] for each in pairs]
         fractions += [
             [variant.title, variant.formula, *(each["closed form"] for each in pairs)],

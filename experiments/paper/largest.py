@@ -234,10 +234,10 @@ def last_that(holds: Callable[[int], bool], start: int, guess: int) -> int | Non
     return low + count - 1 if count else None
 
 
-# Real training steps of Table 1's stages, each alone, against the memory model. K accelerators are not needed
-# to see what one of them must hold: a stage alone gets made-up boundary tensors of the right shape where its
-# neighbours would send theirs, and drops what it would send. What it would receive is made when it is used,
-# where the memory model has a receive posted ahead. On a CPU the same code counts storages (in tests).
+# Real training steps of Table 1's stages, each alone, against the memory model: a stage alone gets made-up
+# boundary tensors of the right shape where its neighbours would send theirs, and drops what it would send.
+# What it would receive is made when it is used, where the memory model has a receive posted ahead. On a CPU
+# the same code counts storages (in tests).
 
 ATTENTION = {"amoebanet": "none", "transformer": "fused"}  # as it is computed on a GPU
 NUM_STEPS = 2  # the optimizer's state exists from the second step on

@@ -34,7 +34,7 @@ NAMES = {
 }  # fmt: skip
 """Names of the kinds of action, in order."""
 # A box narrower than this share of the picture has no room for the number of its micro-batch.
-NARROWEST_LABEL = 0.012
+NARROWEST_LABEL = 0.01
 
 
 @contextmanager

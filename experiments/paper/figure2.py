@@ -6,8 +6,7 @@ follow O(N + (L/K)(N/M)). No GPU is needed:
     python -m experiments run figure2
 
 Schedules are replayed with equal stages, a free link and forward : recompute : backward = 1 : 1 : 2, time
-counted in forwards of one micro-batch on one stage, so everything is a whole number and "equal" means equal
-(`replayed`). Nothing here is timed.
+counted in forwards of one micro-batch on one stage, so that "equal" means equal. Nothing here is timed.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from gpipe_bench.pipeline.plan.schedule import Remat, Schedule, most_alive_of
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
+SECONDS = {"chart": 0.02, "bubble": 0.15, "formula": 0.01, "size": 0.4}  # of a case, by part
 UNIT = "forwards"
 DRAWN_STAGES, DRAWN_MICROBATCHES = 4, (4, 8)
 SHOWN_MICROBATCHES = (4, 8, 16, 32, 128)
@@ -91,14 +91,15 @@ VARIANTS: dict[str, Variant] = {
 
 
 def cases(options: RunOptions) -> list[Case]:
-    drawn = product(DRAWN_MICROBATCHES, VARIANTS)
-    found = [Case({"part": "chart", "schedule": name, "num_microbatches": m}, 0.02) for m, name in drawn]
-    found += [Case({"part": "bubble", "num_stages": k}, 0.02 * k) for k in STAGES]
-    found += [
-        Case({"part": "formula", "num_layers": layers, "num_microbatches": m, "num_stages": k}, 0.01)
-        for layers, m, k in COUNTED
-    ]
-    return found + [Case({"part": "size", "model": model, "size": size}, 0.4) for model, size in _zoo()]
+    keys: list[dict[str, Scalar]] = [
+        *({"part": "chart", "schedule": name, "num_microbatches": m}
+          for m, name in product(DRAWN_MICROBATCHES, VARIANTS)),
+        *({"part": "bubble", "num_stages": k} for k in STAGES),
+        *({"part": "formula", "num_layers": n, "num_microbatches": m, "num_stages": k}
+          for n, m, k in COUNTED),
+        *({"part": "size", "model": model, "size": size} for model, size in _zoo()),
+    ]  # fmt: skip
+    return [Case(key, SECONDS[str(key["part"])]) for key in keys]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -109,10 +110,13 @@ def run(case: Case, options: RunOptions) -> Outcome:
         case "bubble":
             return _bubble(key["num_stages"])
         case "formula":
-            schedule = gpipe(key["num_stages"], key["num_microbatches"], "always")
-            found = peak_activations(schedule, key["num_layers"])
-            metric = Metric("peak activations / N", float(found), "number", "modelled")
-            return Outcome((metric,), {"fraction": str(found)})
+            # A boundary input per micro-batch in flight, and L / K layers of each whose graph exists: both are
+            # most when the drain begins. The paper's O(N + (L/K)(N/M)) with constants of 1, over N.
+            k, m = key["num_stages"], key["num_microbatches"]
+            schedule, of_graph = gpipe(k, m, "always"), Fraction(key["num_layers"], k)
+            peaks = [schedule.in_flight(n) + of_graph * most_alive_of(schedule.row(n)) for n in range(k)]
+            metric = Metric("peak activations / N", float(max(peaks) / m), "number", "modelled")
+            return Outcome((metric,), {"fraction": str(max(peaks) / m)})
     import torch
 
     from gpipe_bench.models import MODELS, count_parameters
@@ -143,17 +147,6 @@ def _bubble(k: int) -> Outcome:
     return Outcome(tuple(metrics), {"fractions": fractions})
 
 
-def peak_activations(schedule: Schedule, num_layers: int) -> Fraction:
-    """Most activations on a stage of GPipe, where those of one layer for the whole mini-batch are 1: a
-    boundary input per micro-batch in flight, and L / K layers of each whose graph exists. In GPipe both are
-    most when the drain begins. The paper's O(N + (L/K)(N/M)) with constants of 1, divided by N.
-    """
-    of_graph = Fraction(num_layers, schedule.num_stages)
-    stages = range(schedule.num_stages)
-    peaks = [schedule.in_flight(k) + of_graph * most_alive_of(schedule.row(k)) for k in stages]
-    return max(peaks) / schedule.num_microbatches
-
-
 def _zoo() -> Mapping[tuple[str, str], dict[str, Any]]:
     """Configurations that the paper counts in its text, by model and size as the paper writes it."""
     from gpipe_bench.models.zoo import CONFIGURATIONS
@@ -176,25 +169,28 @@ def cells(records: Sequence[Record]) -> list[Result]:
         )
         for record, m in product(bubbles, (1, 4, 32)) if (k := record.case["num_stages"]) in (2, 4, 8)
     ]  # fmt: skip
-    for record in formulas:
-        layers, m, k = (record.case[name] for name in ("num_layers", "num_microbatches", "num_stages"))
-        row = f"activation memory (N + L/K N/M) / N at L={layers}, M={m}"
-        note = "Counted over the schedule's actions, where every layer's activations weigh the same."
-        metric = record.metric("peak activations / N")
-        found.append(
-            answer(table="formulas", row=row, column=f"K={k}", record=record, metric=metric, note=note)
+    found += [
+        answer(
+            table="formulas", column=f"K={key['num_stages']}", record=record,
+            row="activation memory (N + L/K N/M) / N "
+            f"at L={key['num_layers']}, M={key['num_microbatches']}",
+            metric=record.metric("peak activations / N"),
+            note="Counted over the schedule's actions, where every layer's activations weigh the same.",
         )
+        for record in formulas for key in [record.case]
+    ]  # fmt: skip
     if bubbles:
         rates = frame(bubbles).query("metric == 'bubble'")
         grid = rates.pivot(index=["num_stages", "M"], columns="schedule", values="value")
         ratios = grid["gpipe-early"] / grid["gpipe-late"]
-        highest = Metric("bubble, early over late", float(ratios.max()), "ratio", "modelled")
-        note = f"Equal stages, a free link, forward : backward = 1 : 2; {len(ratios)} pairs of K and M."
-        row, column = "bubble with early recomputation over late", "largest over K and M"
-        spread = Spread.of("K and M", ratios)
         found.append(
-            answer(table=SENTENCES, row=row, column=column, metric=highest, spread=spread, note=note)
-        )
+            answer(
+                table=SENTENCES, row="bubble with early recomputation over late",
+                column="largest over K and M", spread=Spread.of("K and M", ratios),
+                metric=Metric("bubble, early over late", float(ratios.max()), "ratio", "modelled"),
+                note=f"Equal stages, a free link, forward : backward = 1 : 2; {len(ratios)} pairs of K and M.",
+            )
+        )  # fmt: skip
     for record in sizes:
         size, table = str(record.case["size"]).replace(", ", ","), SIZES[str(record.case["model"])][0]
         row, column = ("parameters", "v5") if size.startswith("(") else (size, "parameters")

@@ -91,7 +91,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def cases(options: RunOptions) -> list[Case]:
-    keys: list[dict[str, Scalar]] = [
+    keys: list[dict[str, Any]] = [
         *({"part": "chart", "schedule": name, "num_microbatches": m}
           for m, name in product(DRAWN_MICROBATCHES, VARIANTS)),
         *({"part": "bubble", "num_stages": k} for k in STAGES),
@@ -106,12 +106,18 @@ def run(case: Case, options: RunOptions) -> Outcome:
     key: dict[str, Any] = case.key
     match key["part"]:
         case "chart":
-            return _chart(VARIANTS[key["schedule"]], key["num_microbatches"])
+            timeline, alive = VARIANTS[key["schedule"]].step(DRAWN_STAGES, key["num_microbatches"])
+            metrics = (
+                Metric("step", timeline.makespan_s, "number", "replayed", note=UNIT),
+                Metric("bubble", float(timeline.bubble), "ratio", "replayed"),
+                Metric("graphs alive on the first stage", alive, "number", "replayed", note="micro-batches"),
+            )
+            return Outcome(metrics, {"num_stages": DRAWN_STAGES, "timeline": timeline.to_data()})
         case "bubble":
             return _bubble(key["num_stages"])
         case "formula":
-            # A boundary input per micro-batch in flight, and L / K layers of each whose graph exists: both are
-            # most when the drain begins. The paper's O(N + (L/K)(N/M)) with constants of 1, over N.
+            # A boundary input per micro-batch in flight, L / K layers of each whose graph exists: most of both
+            # when the drain begins. The paper's O(N + (L/K)(N/M)) with constants of 1, over N.
             k, m = key["num_stages"], key["num_microbatches"]
             schedule, of_graph = gpipe(k, m, "always"), Fraction(key["num_layers"], k)
             peaks = [schedule.in_flight(n) + of_graph * most_alive_of(schedule.row(n)) for n in range(k)]
@@ -124,16 +130,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
     with torch.device("meta"):
         model = MODELS[key["model"]](**_zoo()[key["model"], key["size"]])
     return Outcome((Metric("parameters", count_parameters(model), "parameters", "modelled"),))
-
-
-def _chart(variant: Variant, m: int) -> Outcome:
-    timeline, alive = variant.step(DRAWN_STAGES, m)
-    metrics = (
-        Metric("step", timeline.makespan_s, "number", "replayed", note=UNIT),
-        Metric("bubble", float(timeline.bubble), "ratio", "replayed"),
-        Metric("graphs alive on the first stage", alive, "number", "replayed", note="micro-batches"),
-    )
-    return Outcome(metrics, {"num_stages": DRAWN_STAGES, "timeline": timeline.to_data()})
 
 
 def _bubble(k: int) -> Outcome:
@@ -188,7 +184,8 @@ def cells(records: Sequence[Record]) -> list[Result]:
                 table=SENTENCES, row="bubble with early recomputation over late",
                 column="largest over K and M", spread=Spread.of("K and M", ratios),
                 metric=Metric("bubble, early over late", float(ratios.max()), "ratio", "modelled"),
-                note=f"Equal stages, a free link, forward : backward = 1 : 2; {len(ratios)} pairs of K and M.",
+                note="Equal stages, a free link, forward : backward = 1 : 2; "
+                f"{len(ratios)} pairs of K and M.",
             )
         )  # fmt: skip
     for record in sizes:

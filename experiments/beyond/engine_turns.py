@@ -5,10 +5,9 @@ runs all variants there and back in an order drawn anew (`harness/rounds.py`); o
 set against each other. A case whose control voids it is measured once more with more rounds.
 
 All engines work on the very same layers and the same mini-batch, cut at the same places where they have as
-many stages, so that nothing but the engine differs. They are checked before and after. What an engine's own
-cost is measured against, the bare layers and the plain model, are also engines here: any factory by its name
-(`setup.resolve`). And there are layers that wait instead of computing, so that what is left of a step is the
-schedule and the engine.
+many stages, and are checked before and after. What an engine's own cost is measured against, the bare layers
+and the plain model, are also engines here: any factory by its name (`setup.resolve`). Where layers wait
+instead of computing, what is left of a step is the schedule and the engine.
 """
 
 from __future__ import annotations

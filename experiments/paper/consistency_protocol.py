@@ -6,8 +6,7 @@ the normal cells of one stack, so that is (6, 128) here. The text recipe is Ling
 GPipe model. Scaling changes sizes and lengths and nothing else.
 
 Seeds, numbers of runs and the margin stand in results/consistency-protocol.toml and nowhere else, so none can
-change after a look at the results: every record names the file's digest, and none made under another is
-judged.
+change after a look at the results: every record names the file's digest, and is judged under no other.
 """
 
 from __future__ import annotations

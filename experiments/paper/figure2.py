@@ -11,7 +11,6 @@ counted in forwards of one micro-batch on one stage, so that "equal" means equal
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -116,8 +115,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
         case "bubble":
             return _bubble(key["num_stages"])
         case "formula":
-            # A boundary input per micro-batch in flight, L / K layers of each whose graph exists: most of both
-            # when the drain begins. The paper's O(N + (L/K)(N/M)) with constants of 1, over N.
+            # A boundary input per micro-batch in flight, L / K layers of each whose graph exists: both are
+            # most when the drain begins. The paper's O(N + (L/K)(N/M)) with constants of 1, over N.
             k, m = key["num_stages"], key["num_microbatches"]
             schedule, of_graph = gpipe(k, m, "always"), Fraction(key["num_layers"], k)
             peaks = [schedule.in_flight(n) + of_graph * most_alive_of(schedule.row(n)) for n in range(k)]
@@ -201,13 +200,16 @@ def cells(records: Sequence[Record]) -> list[Result]:
 
 def tables(records: Sequence[Record]) -> str:
     """The schedules that are drawn, and their bubbles as fractions for one K and whether all others agree."""
-    charts, bubbles = (of_case(records, "done", part=part) for part in ("chart", "bubble"))
+    steps, bubbles = (of_case(records, "done", part=part) for part in ("chart", "bubble"))
     drawn, shown = [], find(bubbles, num_stages=DRAWN_STAGES)
-    counts = sorted({int(record.case["num_microbatches"] or 0) for record in charts})
-    for name, variant in VARIANTS.items() if charts else ():
+    counts = sorted({int(record.case["num_microbatches"] or 0) for record in steps})
+    for name, variant in VARIANTS.items() if steps else ():
         drawn.append([variant.title])
-        for record in (find(charts, schedule=name, num_microbatches=m) for m in counts):
-            step, bubble, alive = (each.value or 0 for each in record.metrics) if record else (math.nan,) * 3
+        for record in (find(steps, schedule=name, num_microbatches=m) for m in counts):
+            if record is None:
+                drawn[-1] += ["-", "-", "-"]
+                continue
+            step, bubble, alive = (each.value or 0 for each in record.metrics)
             drawn[-1] += [f"{step:g}", f"{100 * bubble:.1f} %", f"{alive:g}"]
     fractions, of_shown = [], shown.details["fractions"] if shown is not None else {}
     for name, variant in VARIANTS.items() if of_shown else ():

@@ -7,8 +7,7 @@ array pads products to its side, their rows to 8; tensors are kept in tiles of 8
 pads less, and fewer than 8 images take as long as 8.
 
 What the paper states of its models is taken from it (results/unknowns.toml). Attention is written out, since
-nothing of that time fused it; layers of the Transformer are cut whole, ResNet-101 between any two of its 370
-operations.
+nothing of that time fused it; the Transformer is cut between layers, ResNet-101 between its 370 operations.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Figures: how those of an experiment are drawn, kept and put on a page, and what the drawings of several
-share: a theme, and a Gantt chart of a timeline, measured or replayed.
+share: a theme, and Gantt charts of timelines.
 
 Drawing is slow and reading is fast, so a page takes the pictures that a run left behind. A picture of other
 records would be a lie, so beside each experiment's figures lies a digest of the records they were drawn from.
@@ -12,11 +12,11 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpipe_bench.harness.experiment import Experiment, Plot
 from gpipe_bench.harness.record import Record, encode
@@ -33,9 +33,8 @@ NAMES = {
     "F": "forward", "R": "recompute", "B": "backward", "I": "backward, inputs", "W": "backward, weights",
 }  # fmt: skip
 """Names of the kinds of action, in order."""
-WORK_COLORS: dict[str, str] = {"setup": "#bdbdbd", "update": "#636363"}
 # A box narrower than this share of the picture has no room for the number of its micro-batch.
-NARROWEST_LABEL = 0.012
+NARROWEST_LABEL = 0.01
 
 
 @contextmanager
@@ -52,58 +51,54 @@ def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Figure]) ->
     return Plot(name=name, caption=caption, alt=alt, draw=draw, suffixes=("png",), style=paper_style)
 
 
-def gantt(timeline: Timeline, title: str = "", unit: str = "ms") -> Figure:
-    """The chart as a matplotlib figure; times in milliseconds, or whole "slots" as they are."""
+def charts(shown: Mapping[str, Timeline], unit: str, columns: int = 1) -> Figure:
+    """Gantt charts of timelines in whole units, by their titles, on one time axis: a row of boxes for each
+    worker, whose later stages have a dark frame.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 1.3 + 0.45 * timeline.num_stages), layout="constrained")
-    axes = figure.add_subplot()
-    unit_s = 1e-3 if unit == "ms" else 1.0
-    makespan = timeline.makespan_s / unit_s
-    paint(axes, timeline, unit_s=unit_s)
-    axes.set_xlim(0, makespan or 1)
-    axes.set_xlabel(f"time ({unit})")
-    conditions = [f"{name.replace('_', ' ')}: {value}" for name, value in timeline.conditions.items()]
-    facts = [timeline.provenance, f"{makespan:.1f} {unit}, {timeline.bubble:.0%} idle"]
-    said = "; ".join([*facts, *([", ".join(conditions)] if conditions else [])])
-    axes.set_title(f"{title}\n{said}" if title else said, fontsize=9)
-    legend(figure, [timeline])
+    longest = max(timeline.makespan_s for timeline in shown.values())
+    rows, workers = -(-len(shown) // columns), max(timeline.num_workers for timeline in shown.values())
+    size = 6 + 3 * columns, 0.28 * workers * rows + 0.8
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, squeeze=False)
+    for axes, (title, timeline) in zip(grid.flat, shown.items(), strict=True):
+        _paint(axes, timeline, NARROWEST_LABEL * columns * longest)
+        axes.set_xlim(0, longest)
+        axes.grid(visible=False)
+        axes.tick_params(labelsize=7)
+        facts = f"{timeline.makespan_s:g} {unit}, {timeline.bubble:.1%} idle"
+        axes.set_title(f"{title}: {facts}", fontsize=8, loc="left", pad=2)
+    for axes in grid[-1]:
+        axes.set_xlabel(unit, fontsize=8)
+    _legend(figure, shown.values())
     return figure
 
 
-def paint(axes: Axes, timeline: Timeline, *, unit_s: float = 1e-3, width: float | None = None) -> None:
-    """Draws the boxes of a timeline, in units of `unit_s` seconds, on axes that somebody else labels.
-
-    `width` is what the axes show, in units; it decides which boxes have room for a number.
-    """
-    room = NARROWEST_LABEL * (timeline.makespan_s / unit_s if width is None else width)
-    edge: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.6}
-    for event in timeline.events:
-        start, length = event.start_s / unit_s, event.duration_s / unit_s
-        kind, stage = event.action.kind, event.action.stage
-        hatch = "////" if kind == "R" else None
-        lane = (stage - 0.42, 0.84)
-        axes.broken_barh([(start, length)], lane, facecolors=COLORS[kind], hatch=hatch, **edge)
-        if length > room:
-            axes.text(
-                start + length / 2, stage, str(event.action.microbatch), ha="center", va="center", fontsize=7,
-                color="black" if kind in ("F", "R") else "white",
+def _paint(axes: Axes, timeline: Timeline, room: float) -> None:
+    """Draws the boxes of a timeline; those longer than `room` have the number of their micro-batch."""
+    for worker in range(timeline.num_workers):
+        stages = timeline.stages_of(worker)
+        for action, start, end in timeline.of_worker(worker):
+            kind, is_first = action.kind, action.stage == stages[0]
+            axes.broken_barh(
+                [(start, end - start)], (worker - 0.42, 0.84), facecolors=COLORS[kind], linewidths=0.6,
+                hatch="////" if kind == "R" else None, edgecolors="white" if is_first else "black",
             )  # fmt: skip
-    for span in timeline.work:
-        at = (span.start_s / unit_s, span.duration_s / unit_s)
-        color = WORK_COLORS.get(span.name, "0.5")
-        axes.broken_barh([at], (span.stage - 0.42, 0.84), facecolors=color, **edge)
-    devices = [f" ({name})" for name in timeline.devices] or [""] * timeline.num_stages
-    axes.set_yticks(range(timeline.num_stages), [f"stage {n}{device}" for n, device in enumerate(devices)])
-    axes.set_ylim(timeline.num_stages - 0.5, -0.5)  # stage 0 on top
+            if end - start > room:
+                axes.text(
+                    (start + end) / 2, worker, str(action.microbatch), ha="center", va="center", fontsize=7,
+                    color="black" if kind in ("F", "R") else "white",
+                )  # fmt: skip
+    axes.set_yticks(range(timeline.num_workers))
+    axes.set_ylim(timeline.num_workers - 0.5, -0.5)  # the first on top
 
 
-def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
+def _legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     """One legend below the figure, of what occurs in any of the timelines."""
     from matplotlib.patches import Patch
 
-    shown = list(timelines)
-    kinds = sorted({event.action.kind for each in shown for event in each.events}, key=[*NAMES].index)
+    kinds = sorted({event.action.kind for each in timelines for event in each.events}, key=[*NAMES].index)
     handles = [
         Patch(
             facecolor=COLORS[kind], edgecolor="white", linewidth=0.6, label=NAMES[kind],
@@ -111,11 +106,7 @@ def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
         )
         for kind in kinds
     ]  # fmt: skip
-    work = dict.fromkeys(span.name for each in shown for span in each.work)
-    handles += [Patch(color=WORK_COLORS.get(name, "0.5"), label=name) for name in work]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=max(len(handles), 1), fontsize=8, frameon=False
-    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
 
 
 # Figures as files, and on a page

@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
-from gpipe_bench.harness.record import median_interval
+from gpipe_bench.harness.paper import show
+from gpipe_bench.harness.record import Metric, Record, median_interval
 
 SAMPLE_S = 0.05
 """Seconds that a sample takes at least: short ones measure the scheduler of the operating system."""
@@ -133,6 +134,69 @@ def used_by_others(of_processes: Sequence[Usage]) -> float:
     """
     own_s = sum(each.cpu_s for each in of_processes)
     return max(max(0.0, each.busy_s - own_s) / (each.wall_s * each.num_cores) for each in of_processes)
+
+
+# Whether a case of variants in turns may be judged, and which variant is faster
+#
+# Its control is one variant against itself, its first sample of each round over its second. Where the
+# interval excludes 1 the machine did not hold still, and the case is void. It is measured once more with more
+# rounds; void again, it is contaminated, and nothing of it is judged. The control's reach is the noise floor:
+# a ratio that is no further from 1 than identical code was is within the noise, whatever its own interval
+# says, because an interval of rounds does not see what differs between variants for as long as they live.
+
+MORE_ROUNDS = 2  # times the rounds when a case is measured again
+
+
+def void_by(control: Metric | None) -> str:
+    """Why a case's numbers can't be judged, or nothing: the interval of the control excludes 1."""
+    if control is None or control.low is None or control.high is None or control.low <= 1 <= control.high:
+        return ""
+    return f"the control is {measured(control)}, not 1"
+
+
+def state_of(record: Record) -> tuple[Literal["", "void", "contaminated"], str]:
+    """Whether a case's numbers may be judged, in a word, and a sentence about it; both empty where all was
+    well at once.
+    """
+    void, before = void_by(record.metric("control")), str(record.details.get("before", ""))
+    if void and before:
+        return "contaminated", f"contaminated: {void}, and before, in half the rounds: {before}"
+    if void:
+        return "void", f"void: {void}: the machine changed while it measured; measure again"
+    if before:
+        return "", f"measured again with {MORE_ROUNDS} times the rounds, because at first {before}"
+    return "", ""
+
+
+def trust_of(record: Record) -> list[str]:
+    """How far a record can be trusted: `control 1.000 [0.990, 1.010]`, `used by others 0.012`."""
+    found = [record.metric(name) for name in ("control", "used by others")]
+    return [f"{each.name} {measured(each)}" for each in found if each is not None]
+
+
+def is_faster(ratio: Metric, control: Metric | None) -> bool | None:
+    """Whether the first of two variants is the faster one by the ratio of their speeds. None where that is
+    within the noise: the interval holds 1, or the median lies within the noise floor, which is the further
+    end of the control's interval.
+    """
+    low, high = ratio.low, ratio.high
+    if not ratio.value or low is None or high is None or low <= 1 <= high:
+        return None
+    ends = (control.low, control.high) if control is not None else ()
+    floor = max((abs(math.log(end)) for end in ends if end), default=0.0)
+    return None if abs(math.log(ratio.value)) < floor else ratio.value > 1
+
+
+def measured(metric: Metric) -> str:
+    """`0.951 [0.947, 0.956]`."""
+
+    def text(value: float) -> str:
+        return f"{value:.3f}" if metric.unit == "ratio" else show(value, metric.unit, 3)
+
+    assert metric.value is not None, "measured metrics have a value"
+    if metric.low is None or metric.high is None:
+        return text(metric.value)
+    return f"{text(metric.value)} [{text(metric.low)}, {text(metric.high)}]"
 
 
 # Whether a program became slower

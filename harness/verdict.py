@@ -7,6 +7,7 @@ in the paper it would have rejected. Our range names its parts.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -191,6 +192,12 @@ class Spread:
     low: float
     high: float
     parts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, what: str, values: Iterable[float]) -> Spread | None:
+        """The range of all values, for one reason; None of fewer than two."""
+        low, *others = sorted(map(float, values)) or [0.0]
+        return cls(low=low, high=others[-1], parts=(what,)) if others else None
 
     def __post_init__(self) -> None:
         if not -math.inf < self.low <= self.high < math.inf:

@@ -1,25 +1,28 @@
-"""What each process of a case does in which engines take turns: build all, check all, time, check again.
+"""The one way to time things in turns, and what each process does of a case in which engines take them.
 
-All work on the very same layers and the same mini-batch, cut at the same places where they have as many
-stages, so that nothing but the engine differs. What an engine's own cost is measured against, the bare layers
-and the plain model, are also engines here: any factory by its name (`setup.resolve`). And there are layers
-that wait instead of computing, so that what is left of a step is the schedule and the engine.
+Processes live through all rounds, so that neither start-up nor a cold allocator is measured, and every round
+runs all variants there and back in an order drawn anew (`harness/rounds.py`); only numbers of one round are
+set against each other. A case whose control voids it is measured once more with more rounds.
+
+All engines work on the very same layers and the same mini-batch, cut at the same places where they have as
+many stages, and are checked before and after. What an engine's own cost is measured against, the bare layers
+and the plain model, are also engines here: any factory by its name (`setup.resolve`). Where layers wait
+instead of computing, what is left of a step is the schedule and the engine.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.experiments.beyond.side_by_side import Found, take_turns
 from gpipe_bench.experiments.beyond.trainings import Job
 from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
 from gpipe_bench.experiments.engines.known import Ours
@@ -27,16 +30,124 @@ from gpipe_bench.experiments.engines.setup import LossFn, Setup, clear, placemen
 from gpipe_bench.experiments.engines.trials import Fault, IsolatedError, Tell, built, run_isolated
 from gpipe_bench.experiments.paper.results import samples_of
 from gpipe_bench.experiments.paper.steps import layer_seconds
+from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.record import Metric, from_samples
+from gpipe_bench.harness.rounds import (
+    MORE_ROUNDS,
+    Times,
+    Usage,
+    against_itself,
+    repeats_for,
+    slowest,
+    turns,
+    used_by_others,
+    void_by,
+)
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.planner.probes import settle, time_step
 
 WIDTH = 8  # of a layer that computes next to nothing
 PARTITION_MICROBATCHES = 4  # of the step that times single layers
 TRIAL_S = 60.0  # after which a step of the user's engine counts as hung
 PATIENCE = 10.0  # times the estimate, after which a case with the user's engines is given up
 NO_LIMIT_S = 1e6
+CALIBRATION_STEPS = 2
+
+Steps = Mapping[str, Callable[[], object] | None]
+"""One training step of each variant, or None in a process that has no part in it."""
+
+
+class Found(NamedTuple):
+    """Findings of one process of a case: seconds per step by variant, two samples per round; what the process
+    used meanwhile and how it was set up; and what else there is to tell.
+    """
+
+    times: dict[str, list[float]]
+    usage: Usage
+    conditions: dict[str, str]
+    details: dict[str, Any]
+
+
+def take_turns(
+    steps: Steps, layers: Sequence[nn.Module], num_rounds: int, seed: int, device: torch.device
+) -> Found:
+    """Runs in each process of a case: times all variants, which train the same `layers` on `device`.
+
+    All processes must call; each begins every turn with the others and keeps its own times, of which the
+    slowest process's count. Every variant has warmed up.
+    """
+    timed = partial(time_step, layers=layers, device=device)
+
+    def repeats(step: Callable[[], object] | None) -> int:
+        """Steps per sample, in every process as many as the slowest needs to fill a sample."""
+        step_s = torch.tensor([timed(step, repeats=CALIBRATION_STEPS)], dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(step_s, dist.ReduceOp.MAX)
+        return repeats_for([float(step_s)])
+
+    num_steps = {variant: repeats(step) for variant, step in steps.items()}
+    settle()
+    times: dict[str, list[float]] = {variant: [] for variant in steps}
+    start = Usage.now()
+    for variant in turns(list(steps), num_rounds, seed):
+        times[variant].append(timed(steps[variant], repeats=num_steps[variant]))
+    return Found(times, Usage.now().since(start), conditions(), {})
+
+
+def side_by_side(
+    take: Callable[[int], Sequence[Found]],
+    numbers: Callable[[Times, Sequence[Found]], Outcome],
+    rounds: int,
+    *,
+    control: str = "ours",
+    again: bool = True,
+) -> Outcome:
+    """A case in which variants take turns.
+
+    Args:
+        take: what its processes find in so many rounds (`take_turns`)
+        numbers: what that says, given the seconds of the slowest process
+        rounds: of two samples of every variant
+        control: the variant that is set against itself
+        again: measure once more, in `MORE_ROUNDS` as many rounds, where the control voids the case. The
+            second outcome stands, whatever its control says; `details["before"]` says what voided the first
+    """
+
+    def measured(rounds: int) -> Outcome:
+        found = take(rounds)
+        times = slowest([each.times for each in found])
+        outcome = numbers(times, found)
+        note = "our first sample of a round / second"
+        trust, facts = conditions_of(found, against_itself(times, control), note)
+        facts = {"rounds": rounds, **outcome.details, **facts, "cpu_s": [each.usage.cpu_s for each in found]}
+        return replace(outcome, metrics=(*outcome.metrics, *trust), details=facts)
+
+    first = measured(rounds)
+    if not again or first.status != "done" or "void" not in first.details:
+        return first
+    second = measured(MORE_ROUNDS * rounds)
+    return replace(second, details={**second.details, "before": first.details["void"]})
+
+
+def conditions_of(
+    found: Sequence[Found], ratios: Sequence[float], note: str
+) -> tuple[list[Metric], dict[str, Any]]:
+    """How far a case can be trusted: as metrics the control's ratios and what else ran meanwhile; as facts
+    how the processes were set up, and `void`, why nothing may be judged, where the control says so.
+    """
+    control = from_samples("control", ratios, "ratio", note=note)
+    others = used_by_others([each.usage for each in found])
+    note = "share of the machine's cores that other programs used meanwhile"
+    facts: dict[str, Any] = {
+        name: [each.conditions[name] for each in found] for name in ("pinned_cores", "threads")
+    }
+    if void := void_by(control):
+        facts["void"] = void
+    return [control, Metric("used by others", others, "ratio", "measured", note=note)], facts
 
 
 def work(tell: Tell, job: Job, rounds: int) -> Found:

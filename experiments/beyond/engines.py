@@ -12,12 +12,10 @@ action costs some ten microseconds. The machine should have nothing else to do:
 
 All engines of a case get the same layers, batch, micro-batches and precision, and the same partition but for
 one that is made for several stages in each process (`placement`); before and after the timing each is checked
-for what it really did (`engines/checks.py`). They take turns (`side_by_side.py`), so only ratios of one round
-are judged. torchgpipe runs in one process, where ours is set against it on one core.
-
-The user's engines are tried first, each beside ours in processes of its own with a limit of time: one that
-raises, hangs or leaves wrong gradients is a row with its error, and the others are measured without it. Where
-several fail only together, none of them is measured.
+for what it really did (`engines/checks.py`). They take turns (`engine_turns.py`), so only ratios of one round
+are judged. The user's engines are tried first, each beside ours with a limit of time: one that raises, hangs
+or leaves wrong gradients is a row with its error, and the others are measured without it. Where several fail
+only together, none of them is measured.
 """
 
 from __future__ import annotations
@@ -28,15 +26,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.beyond.side_by_side import (
-    Found,
-    is_faster,
-    lacks_gpus,
-    measured,
-    side_by_side,
-    state_of,
-    trust_of,
-)
 from gpipe_bench.experiments.beyond.trainings import (
     ALL,
     ALL_CORES,
@@ -54,9 +43,10 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import convert, show
 from gpipe_bench.harness.record import Metric, Record, Scalar, from_samples
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.rounds import Times, differences, ratios
+from gpipe_bench.harness.rounds import Times, differences, is_faster, measured, ratios, state_of, trust_of
 
 if TYPE_CHECKING:
+    from gpipe_bench.experiments.beyond.engine_turns import Found
     from gpipe_bench.experiments.engines.trials import Fault
 
 SAME_SCHEDULE = (("ours-1f1b", "torch-1f1b"), ("interleaved", "torch-interleaved"), ("zb-v", "torch-zb-v"))
@@ -79,14 +69,17 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.beyond.engine_turns import fault_in, taken, without
+    from gpipe_bench.experiments.beyond.engine_turns import fault_in, side_by_side, taken, without
     from gpipe_bench.experiments.engines.known import why_no_torchgpipe
+    from gpipe_bench.pipeline import devices
 
     chosen = configuration_of(case.key)
     assert chosen is not None, "cases are made of configurations"
     job = job_of(chosen, options.engine)
-    missing = why_no_torchgpipe() if "torchgpipe" in chosen.engines else ""
-    if reason := missing or lacks_gpus(chosen.device, job.num_processes):
+    reason = why_no_torchgpipe() if "torchgpipe" in chosen.engines else ""
+    if chosen.device != "cpu" and (count := devices.count(chosen.device)) < job.num_processes:
+        reason = reason or f"needs {job.num_processes} GPUs; torch sees {count}"
+    if reason:
         return Outcome(status="skipped", reason=reason)
     rounds = chosen.rounds[PROFILES.index(options.profile)]
     faults = {name: fault for name in job.own if (fault := fault_in(job, name)) is not None}

@@ -16,8 +16,8 @@ How long steps take on such grids, beside their prediction, is measured by `plan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
+from gpipe_bench.experiments.paper.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Provenance, Record, of_case
 from gpipe_bench.harness.report.grid import numbers_text
@@ -31,34 +31,29 @@ RATIO = "pipeline over data parallelism"
 LANGUAGE, IMAGES = "transformer-lm", "amoebanet-d"
 
 
-class Workload(NamedTuple):
-    """A model with its batch on so many ranks; `column` is its in results/paper.csv."""
-
-    model: str
-    options: Mapping[str, Any]
-    batch_size: int
-    ranks: int
-    column: str
-
-
 _LARGE_IMAGES = {"num_layers": 18, "num_filters": 256, "num_classes": 1000}
 _SMALL_IMAGES = {"num_layers": 3, "num_filters": 32, "image_size": 67, "num_classes": 10, "aux_head": False}
 _SMALL_LANGUAGE = {
     "num_layers": 6, "d_model": 128, "ffn_dim": 512, "num_heads": 4, "seq_len": 32, "vocab_size": 1000,
     "dropout": 0.0,
 }  # fmt: skip
-_ALL = (
-    (MODELLED, "Transformer-24", LANGUAGE, {"num_layers": 24}, 32, 4, ", 4 accelerators, 32 sequences"),
-    (MODELLED, "AmoebaNet-D (18, 256)", IMAGES, _LARGE_IMAGES, 128, 4, ", 4 accelerators, 128 images"),
-    (MODELLED, "AmoebaNet-D (3, 32)", IMAGES, _SMALL_IMAGES, 32, 4, ", 4 accelerators, 32 images"),
-    (COUNTED, "Transformer-6", LANGUAGE, _SMALL_LANGUAGE, 16, 2, " of width 128, 2 processes"),
-    (COUNTED, "AmoebaNet-D (3, 32)", IMAGES, _SMALL_IMAGES, 8, 2, ", 2 processes"),
-)
 WORKLOADS = {
-    (part, name): Workload(model, options, batch_size, ranks, name + column)
-    for part, name, model, options, batch_size, ranks, column in _ALL
+    (MODELLED, "Transformer-24"): Workload(
+        "Transformer-24, 4 accelerators, 32 sequences", LANGUAGE, {"num_layers": 24}, 32
+    ),
+    (MODELLED, "AmoebaNet-D (18, 256)"): Workload(
+        "AmoebaNet-D (18, 256), 4 accelerators, 128 images", IMAGES, _LARGE_IMAGES, 128
+    ),
+    (MODELLED, "AmoebaNet-D (3, 32)"): Workload(
+        "AmoebaNet-D (3, 32), 4 accelerators, 32 images", IMAGES, _SMALL_IMAGES, 32
+    ),
+    (COUNTED, "Transformer-6"): Workload(
+        "Transformer-6 of width 128, 2 processes", LANGUAGE, _SMALL_LANGUAGE, 16
+    ),
+    (COUNTED, "AmoebaNet-D (3, 32)"): Workload("AmoebaNet-D (3, 32), 2 processes", IMAGES, _SMALL_IMAGES, 8),
 }
-"""By what is done and the model's name."""
+"""By what is done and the model's name; titles are columns in results/paper.csv."""
+RANKS = {MODELLED: 4, COUNTED: 2}
 SMOKE = ((MODELLED, "AmoebaNet-D (3, 32)"), (COUNTED, "Transformer-6"))
 SECONDS = {MODELLED: 2.0, COUNTED: 15.0}
 ANSWERS: dict[str, tuple[Question, str]] = {
@@ -92,11 +87,12 @@ def by_shape(work: Workload) -> Outcome:
     # It is not stated which cost balances the stages; one stack's maps are twice as large as the next one's.
     cuts = {"operations": full.flops(1), "parameters": full.parameters, "layers": [1 for _ in every]}
     sent = {
-        by: work.batch_size * pipeline_bytes(ahead, back, work.ranks, costs) for by, costs in cuts.items()
+        by: work.batch_size * pipeline_bytes(ahead, back, RANKS[MODELLED], costs)
+        for by, costs in cuts.items()
     }
-    each = replica_bytes(4 * sum(full.parameters), work.ranks)
+    each = replica_bytes(4 * sum(full.parameters), RANKS[MODELLED])
     by_cut = {by: num_bytes / each for by, num_bytes in sent.items()}
-    return _outcome(work, "modelled", {"pp": [sent["operations"]], "dp": [each]}, by_cut=by_cut)
+    return _outcome(work, "modelled", {"pp": [sent["operations"]], "dp": [each]}, {}, by_cut=by_cut)
 
 
 def pipeline_bytes(ahead: Sequence[int], back: Sequence[int], num_stages: int, costs: Sequence[float]) -> int:
@@ -118,7 +114,7 @@ def counted(work: Workload) -> Outcome:
     """Counts the bytes that left each process, beside those computed from shapes."""
     from gpipe_bench.experiments.paper.steps import run_processes
 
-    of_ranks = run_processes(count, work.ranks, work)
+    of_ranks = run_processes(count, RANKS[COUNTED], work)
     sent = {way: [each[way] for each in of_ranks] for way in ("pp", "dp")}
     return _outcome(work, "measured", sent, {way: of_ranks[0][f"{way}, by shape"] for way in sent})
 
@@ -129,21 +125,17 @@ def count(work: Workload) -> dict[str, int]:
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline import Pipeline
     from gpipe_bench.pipeline.memory.trace import Boundary
 
     ranks, found = dist.get_world_size(), dict[str, int]()
-    loss = loss_fn(work.model, **work.options)
     for way, sizes in (("pp", (1, ranks)), ("dp", (ranks, 1))):
-        torch.manual_seed(0)
-        layers = MODELS[work.model](**work.options)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp"))
-        batch, target = example_batch(work.model, work.batch_size // sizes[0], **work.options)
-        with Pipeline(layers, mesh=mesh, num_microbatches=MICROBATCHES, share_memory=False) as pipeline:
+        batch, target = work.example(work.batch_size // sizes[0])
+        with Pipeline(work.build(), mesh=mesh, num_microbatches=MICROBATCHES, share_memory=False) as pipeline:
             counts = [_written_bytes()]
             for _ in range(2 + COUNTED_STEPS):
-                pipeline.step(batch, target, loss)
+                pipeline.step(batch, target, work.loss())
                 pipeline.zero_grad()
                 counts.append(_written_bytes())
             # Before, connections are made and forms agreed upon.
@@ -171,25 +163,21 @@ def _written_bytes() -> int:
 
 
 def _outcome(
-    work: Workload,
-    provenance: Provenance,
-    sent: Mapping[str, list[int]],
-    expected: Mapping[str, int] | None = None,
+    work: Workload, provenance: Provenance, sent: Mapping[str, list[int]], expected: Mapping[str, int],
     **more: object,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     busiest = {way: max(ranks) for way, ranks in sent.items()}
     note = "of the rank that sends most, in a step"
     metrics = [
-        Metric("bytes sent", n, "bytes", provenance, key={"way": way}, note=note)
-        for way, n in busiest.items()
+        *(
+            Metric("bytes sent", n, "bytes", provenance, key={"way": w}, note=note)
+            for w, n in busiest.items()
+        ),
+        *(Metric("bytes by shape", n, "bytes", "modelled", key={"way": w}) for w, n in expected.items()),
+        Metric(RATIO, busiest["pp"] / busiest["dp"], "ratio", provenance),
     ]
-    metrics += [
-        Metric("bytes by shape", n, "bytes", "modelled", key={"way": way})
-        for way, n in (expected or {}).items()
-    ]
-    metrics.append(Metric(RATIO, busiest["pp"] / busiest["dp"], "ratio", provenance))
-    facts = {"column": work.column, "batch_size": work.batch_size, "ranks": work.ranks}
-    return Outcome(tuple(metrics), {**facts, "bytes_by_rank": dict(sent), **more})
+    facts = {"column": work.title, "batch_size": work.batch_size, "bytes_by_rank": dict(sent)}
+    return Outcome(tuple(metrics), {**facts, **more})
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
@@ -201,19 +189,13 @@ def cells(records: Sequence[Record]) -> list[Result]:
             source="others",
             question=question,
             metric=record.metric(RATIO),
-            spread=_over_cuts([*record.details.get("by_cut", {}).values()]),
+            spread=Spread.of("balanced by", record.details.get("by_cut", {}).values()),
             record=record,
             note=f"Of the rank that sends most in a step, {how}.",
         )
         for part, (question, how) in ANSWERS.items()
         for record in of_case(records, "done", part=part)
     ]
-
-
-def _over_cuts(ratios: Sequence[float]) -> Spread | None:
-    if not ratios:
-        return None
-    return Spread(low=min(ratios), high=max(ratios), parts=("balanced by",))
 
 
 def tables(records: Sequence[Record]) -> str:

@@ -8,14 +8,13 @@ About half an hour on two laptop cores, which should have nothing else to do:
 
 The best five of each plan run, and five others (`plan_steps.py`).
 
-Steps that others measured on many accelerators (results/published-steps.toml) are predicted on paper. They
-are laid out as they were stated and not searched for: the cut is even by the work of layers, and there is
-memory for all of them. A share of recomputation between none and all lies between those two steps. Layers are
-a roofline of the accelerator and links are nominal, so every number is modelled and has the range of the
-share of the peak. Where memory was published, too, the peak is what `plan --pp 1 --num-microbatches 1 --remat
-...` says of that grid; what was published is what torch's allocator had reserved, its fragments included.
-Sweeps are ways to train one model on one cluster that somebody tried in turn: a plan needs no right number to
-be right, only the right order.
+Steps that others measured on many accelerators (results/published-steps.toml) are predicted on paper, as they
+were stated: the cut is even by the work of layers, and there is memory for all of them. A share of
+recomputation between none and all lies between those two steps. Layers are a roofline of the accelerator and
+links are nominal, so every number is modelled and has the range of the share of the peak. A predicted peak is
+what `plan --pp 1 --num-microbatches 1 --remat ...` says of that grid; a published one is what torch's
+allocator had reserved, its fragments included. Of a sweep, ways to train one model on one cluster that
+somebody tried in turn, a plan needs the right order alone.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.beyond.side_by_side import measured, trust_of
 from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, MODELS, PART, PREDICTED, STEP
 from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Metric, Record, of_case
 from gpipe_bench.harness.report.grid import Grid as Table
+from gpipe_bench.harness.rounds import measured, trust_of
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner.candidate import Grid, Prediction, Way
 from gpipe_bench.planner.collectives import forward_kind

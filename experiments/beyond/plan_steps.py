@@ -1,13 +1,12 @@
 """A case that plans and runs: layers are timed on two processes, all ways predicted, and ten of them run.
 
-What is ranked is what the search of `plan` lays out, where it may choose among ways that two processes can
-take. It is asked for each kind of re-materialization alone, because with all the memory that there is it
-would recompute nothing. The best five run, and five others that lie evenly in the rest of the ranking, so
-that a plan that is wrong about the slow ones is found out, too.
+Ranked is what the search of `plan` lays out among ways that two processes can take, for each kind of
+re-materialization alone, because with all the memory that there is it would recompute nothing. The best five
+run, and five others that lie evenly in the rest, to find out a plan that is wrong about the slow ones.
 
-The plan is made before any of its candidates has taken a step. Then the candidates take turns, there and back
-in every round, and before and after each step stands the reference step of the probes: a prediction is for a
-machine as fast as it was when the layers were timed, and only something else that was timed both times tells.
+The plan is made before any of its candidates has taken a step. Then these take turns, there and back in every
+round, and before and after each step stands the reference step of the probes: a prediction is for a machine
+as fast as it was when the layers were timed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_bench.experiments.beyond.side_by_side import Found, conditions_of, facts_of
+from gpipe_bench.experiments.beyond.engine_turns import Found, conditions_of
 from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, PREDICTED, STEP, Planned
 from gpipe_bench.experiments.paper.steps import run_processes
 from gpipe_bench.harness.experiment import Outcome
@@ -72,7 +71,6 @@ def run(planned: Planned, seed: int, device: str) -> Outcome:
         Metric("drift", drift, "ratio", "measured", key={"process": number}, note=note)
         for number, drift in enumerate(drifts)
     ]
-    details |= facts_of(found, metrics)
     if off := [drift for drift in drifts if not 1 / MOST_DRIFT <= drift <= MOST_DRIFT]:
         details["void"] = (
             f"a core's speed drifted by a factor of {off[0]:.2f} between the probes and the steps"
@@ -258,14 +256,16 @@ def numbers(planned: Planned, found: Sequence[Found]) -> tuple[list[Metric], dic
             from_samples(BY_THE_CLOCK, [1e3 * each for each in clock[name]], "ms", key=key),
         ]  # fmt: skip
     ratios = [ratio for name in steps for ratio in against_itself(steps, name)]
-    metrics += conditions_of(found, ratios, "first sample of a round / second, of all configurations")
+    note = "first sample of a round / second, of all configurations"
+    trust, facts = conditions_of(found, ratios, note)
     rows = [
         {"name": title(each.candidate), "cut": [len(stage) for stage in each.candidate.cut],
          "step_ms": 1e3 * each.step_s, "low_ms": 1e3 * each.low_s, "high_ms": 1e3 * each.high_s}
         for each in ranking
     ]  # fmt: skip
     of_costs = {name: each for name, each in costs.to_data().items() if name != "jitter"}
-    return metrics, {
+    return metrics + trust, {
+        **facts,
         "title": planned.title,
         "scale": planned.scale,
         "batch_size": planned.batch_size,

@@ -8,14 +8,13 @@ costs zero bubble in a V needs the least time, V-Min the least memory without re
 Published numbers are rows of results/published-schedules.csv. Qi et al. (Zero Bubble Pipeline Parallelism,
 arXiv 2401.10241) print the seconds of a forward, of both halves of a backward and of a message for each of
 their models, and the idle share of a worker's time: (cost - m (F + B + W)) / cost, where the cost is the
-longest span of a worker from its first action to its last. Nothing is unknown, so the replay must come to the
-same; what they searched for (ZB-1p, ZB-2p, ZB-V) is the generator's under the same cap of graphs alive, and
-another search may beat it. For OLMo-core, torchtitan and Primus, bubbles and numbers of live micro-batches
-follow from the schedule alone. Their ratios of speeds are ranges over what is not stated, numbers of
-micro-batches and stages per worker; what differs beyond is put down to kernels and messages.
+longest span of a worker from its first action to its last. So the replay must come to the same; what they
+searched for (ZB-1p, ZB-2p, ZB-V) is the generator's under the same cap of graphs alive. For OLMo-core,
+torchtitan and Primus, bubbles and live micro-batches follow from the schedule alone; ratios of speeds are
+ranges over the numbers of micro-batches and stages per worker that are not stated.
 
-At equal costs a worker's whole share of the model takes one slot forward and two backward, whatever the
-number of its stages, and messages take no time: what is compared are the schedules and nothing else.
+At equal costs a worker's whole share of the model takes one slot forward and two backward, and messages take
+no time: what is compared are the schedules and nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gpipe_bench.experiments.drawing import COLORS, legend, picture
+from gpipe_bench.experiments.drawing import charts, picture
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.paper import load_paper
@@ -44,7 +43,6 @@ from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PART, EQUAL = "published", "equal costs"
@@ -218,7 +216,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
     return [
         Result(
             table=str(record.case["table"]), row=metric.name, column=str(metric.key["column"]),
-            source="others", question="as published", metric=metric, spread=_spread(tried),
+            source="others", question="as published", metric=metric, spread=Spread.of(OPEN, tried),
             record=record, note=metric.note,
             not_comparable=WHOLE if metric.name.endswith("over 1F1B, memory") else "",
         )
@@ -227,41 +225,32 @@ def cells(records: Sequence[Record]) -> list[Result]:
     ]  # fmt: skip
 
 
-def _spread(tried: Sequence[float]) -> Spread | None:
-    if len(tried) == 1:
-        return None
-    return Spread(low=min(tried), high=max(tried), parts=(OPEN,))
-
-
 # All schedules at equal costs
 
 
 def run_equal(num_workers: int) -> Outcome:
     """All schedules on so many workers, and the charts of M = 2K where they are kept."""
     metrics = []
-    for number in (times * num_workers for times in TIMES):
-        for name in NAMES:
-            for remat in REMATS:
-                schedule = schedule_of(name, num_workers, number, remat)
-                timeline = laid_out(schedule)
-                alive = max(alive_by_worker(schedule)) / (schedule.num_stages / num_workers)
-                key: dict[str, Scalar] = {"schedule": name, "M": number, "remat": remat}
-                metrics += [
-                    Metric(what, value, unit, "replayed", key=key)
-                    for what, value, unit in (
-                        ("step in slots", float(timeline.makespan_s), "number"),
-                        ("bubble", float(timeline.bubble), "ratio"),
-                        ("graphs alive", alive, "number"),
-                    )
-                ]
+    for times, name, remat in product(TIMES, NAMES, REMATS):
+        schedule = schedule_of(name, num_workers, times * num_workers, remat)
+        timeline = laid_out(schedule)
+        alive = max(alive_by_worker(schedule)) / (schedule.num_stages / num_workers)
+        key: dict[str, Scalar] = {"schedule": name, "M": times * num_workers, "remat": remat}
+        metrics += [
+            Metric("step in slots", float(timeline.makespan_s), "number", "replayed", key=key),
+            Metric("bubble", float(timeline.bubble), "ratio", "replayed", key=key),
+            Metric("graphs alive", alive, "number", "replayed", key=key),
+        ]
     if num_workers != CHART_WORKERS:
         return Outcome(tuple(metrics))
-
-    def chart(name: str, remat: str) -> dict[str, Any]:
-        return laid_out(schedule_of(name, num_workers, 2 * num_workers, remat)).to_data()
-
-    charts = {remat: {name: chart(name, remat) for name in WITHOUT_NAIVE} for remat in REMATS}
-    return Outcome(tuple(metrics), {"timelines": charts})
+    drawn = {
+        remat: {
+            name: laid_out(schedule_of(name, num_workers, 2 * num_workers, remat)).to_data()
+            for name in WITHOUT_NAIVE
+        }
+        for remat in REMATS
+    }
+    return Outcome(tuple(metrics), {"timelines": drawn})
 
 
 def schedule_of(name: str, num_workers: int, num_microbatches: int, remat: str) -> Schedule:
@@ -317,44 +306,12 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 
 
 def _charts(record: Record) -> Figure:
-    from matplotlib.figure import Figure
-
     kept = record.details["timelines"]
-    drawn = {(n, r): Timeline.from_data(kept[r][n]) for n in WITHOUT_NAIVE for r in REMATS}
-    longest = max(timeline.makespan_s for timeline in drawn.values())
-    figure = Figure(figsize=(13, 1.02 * len(WITHOUT_NAIVE) + 0.8), layout="constrained")
-    grid = figure.subplots(len(WITHOUT_NAIVE), len(REMATS), sharex=True)
-    for axes, ((name, remat), timeline) in zip(grid.flat, drawn.items(), strict=True):
-        _paint(axes, timeline)
-        axes.set_xlim(0, longest)
-        axes.grid(visible=False)
-        axes.tick_params(labelsize=7)
-        facts = f"{timeline.makespan_s:g} slots, {timeline.bubble:.0%} idle"
-        axes.set_title(f"{name}, {KEPT[remat]}: {facts}", fontsize=8, loc="left", pad=2)
-    for axes in grid[-1]:
-        axes.set_xlabel("slots", fontsize=8)
-    legend(figure, drawn.values())
-    return figure
-
-
-def _paint(axes: Axes, timeline: Timeline) -> None:
-    """A row for each worker; a worker's later stages have a dark frame."""
-    for worker in range(timeline.num_workers):
-        stages = timeline.stages_of(worker)
-        for event in timeline.of_worker(worker):
-            kind, turn = event.action.kind, stages.index(event.action.stage)
-            axes.broken_barh(
-                [(event.start_s, event.duration_s)], (worker - 0.42, 0.84), facecolors=COLORS[kind],
-                edgecolors="white" if turn == 0 else "black", linewidths=0.5,
-            )  # fmt: skip
-            if kind is not Kind.F:  # the others follow, and a picture without their numbers is smaller
-                continue
-            axes.text(
-                event.start_s + event.duration_s / 2, worker, str(event.action.microbatch), ha="center",
-                va="center", fontsize=5.5 if event.duration_s >= 1 else 4.5,
-            )  # fmt: skip
-    axes.set_yticks(range(timeline.num_workers))
-    axes.set_ylim(timeline.num_workers - 0.5, -0.5)
+    shown = {
+        f"{name}, {KEPT[remat]}": Timeline.from_data(kept[remat][name])
+        for name, remat in product(WITHOUT_NAIVE, REMATS)
+    }
+    return charts(shown, "slots", columns=2)
 
 
 EXPERIMENT = Experiment(

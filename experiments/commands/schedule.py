@@ -23,7 +23,7 @@ from gpipe_bench.experiments.commands.output import (
     tell,
     write_text,
 )
-from gpipe_bench.experiments.drawing import gantt
+from gpipe_bench.experiments.drawing import charts
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named, suggestion
 from gpipe_bench.pipeline.plan.schedule import (
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_text("--csv", arguments.csv, to_csv(schedule))
     if arguments.draw is not None:
         picture = io.StringIO()
-        gantt(timeline, _title(facts), unit="slots").savefig(picture, format="svg")
+        charts({_title(facts): timeline}, "slots").savefig(picture, format="svg")
         write_text("--draw", arguments.draw, picture.getvalue())
     tell(arguments, [facts], lambda: _text(facts, draw(timeline)))
     return DONE

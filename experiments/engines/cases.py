@@ -1,12 +1,11 @@
 """What pipelines train wrongly, as cases that an engine is asked, by the name of the failure.
 
-Each case is what users of some engine have met; `source` is the public thread. It is asked of an engine on a
-model so small that a step takes milliseconds, in one process and over two, in float64 and float32, with four
-and six micro-batches, and over three or four steps with another mini-batch each and an optimizer's update
-between them: what is stale, or wrong from some step on, shows only so. Each step is held against the uncut
-model, and what an engine leaves is named by what would explain it (`checks.py`). What an engine refuses by a
-ValueError, or has no method for, can't be asked and is no mistake. The first cases, `BASE`, share their
-steps; where these are wrong, nothing else is asked.
+Each case is what users of some engine have met; `source` is the public thread. It is asked on a model so
+small that a step takes milliseconds, in one process and over two, in float64 and float32, with four and six
+micro-batches, over three or four steps with another mini-batch each and an update between them: what is
+stale, or wrong from some step on, shows only so. Each step is held against the uncut model, and what an
+engine leaves is named by what would explain it (`checks.py`). What it refuses by a ValueError, or has no
+method for, is no mistake. The first cases, `BASE`, share their steps; where they fail, no other is asked.
 """
 
 from __future__ import annotations

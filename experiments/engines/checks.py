@@ -1,9 +1,7 @@
 """What an engine really does in a step, counted on the layers themselves and held against the plain model.
 
 A benchmark that forgot its micro-batches or its re-materialization has measured something else, and nothing
-in its numbers says so. So every engine is checked before it is timed (`verify`), and the counts are recorded:
-how many examples each forward of a stage had, how often gradients came back to it, and how far the gradients
-of the mini-batch are from those of the uncut model.
+in its numbers says so. So every engine is checked before it is timed (`verify`), and the counts are recorded.
 
 `check-engine` asks more (`cases`): beside the engine the uncut model is trained alike (`Given`). Wrong
 gradients look alike whether they are stale, clipped or another mini-batch's. So each known mistake is tried

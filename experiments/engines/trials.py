@@ -3,9 +3,8 @@ of `cases.py` asked.
 
 An engine under test may raise, wait for ever, or take its process with it; none of that shall cost the
 results of others. Its processes are those of `pipeline.launch`, each with a clock of its own: one that tells
-nothing for too long writes where it is, and ends. They are ended with all that they have started. So a case
-in which an engine hangs or ends its processes, or raises in one of two, costs that case alone: the next ones
-run in new processes.
+nothing for too long writes where it is, and ends, with all that it has started. A case that ends so costs
+that case alone: the next ones run in new processes.
 """
 
 from __future__ import annotations

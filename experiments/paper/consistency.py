@@ -1,9 +1,8 @@
 """Consistent training: the same network, whatever the partition (v1, section 4.3.1).
 
-Expected: held-out accuracy of AmoebaNet-D on digits of at least 97 % for sequential runs and every number of
-stages; with 1, 2, 4 and 8 stages equal to sequential runs within two standard deviations, the paper's margin
-(results/consistency-protocol.toml has the seeds); and, stronger, from the same seed not one bit of any weight
-different. Beside it what micro-batches change, and what an asynchronous pipeline does.
+Expected: held-out accuracy of AmoebaNet-D on digits of at least 97 %; with 1, 2, 4 and 8 stages equal to
+sequential runs within two standard deviations, the paper's margin; and, stronger, from the same seed not one
+bit of any weight different. Beside it what micro-batches change, and what an asynchronous pipeline does.
 
     python -m experiments run consistency
     python -m experiments run consistency --profile full --device cuda --data /data/imagenet/train

@@ -158,24 +158,19 @@ class RMSPropTF(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("RMSPropTF takes no closure; compute the gradients before step()")
         for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            if not weights:
-                continue
-            gradients: list[Tensor] = [weight.grad for weight in weights]
-            if group["weight_decay"]:
-                gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
-            for weight in weights:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
                 if not (state := self.state[weight]):
                     state["square"], state["velocity"] = torch.ones_like(weight), torch.zeros_like(weight)
-            squares = [self.state[weight]["square"] for weight in weights]
-            velocities = [self.state[weight]["velocity"] for weight in weights]
-            torch._foreach_mul_(squares, group["decay"])
-            torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - group["decay"])
-            roots = torch._foreach_add(squares, group["eps"])
-            torch._foreach_sqrt_(roots)
-            torch._foreach_mul_(velocities, group["momentum"])
-            torch._foreach_addcdiv_(velocities, gradients, roots, value=group["lr"])
-            torch._foreach_sub_(weights, velocities)
+                gradient = weight.grad.add(weight, alpha=group["weight_decay"])
+                square, velocity = (
+                    state["square"].mul_(group["decay"]),
+                    state["velocity"].mul_(group["momentum"]),
+                )
+                square.addcmul_(gradient, gradient, value=1.0 - group["decay"])
+                velocity.addcdiv_(gradient, square.add(group["eps"]).sqrt_(), value=group["lr"])
+                weight.sub_(velocity)
 
 
 Loader = Callable[[int, bool], tuple[Tensor, int]]

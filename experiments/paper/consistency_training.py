@@ -161,11 +161,9 @@ def evaluate(
 
 
 class WeightAverage:
-    """Follows the floating-point state of a module; `applied` lends it the averages for an evaluation.
-
-    With TensorFlow's ramp the decay starts low and rises towards its final value, so that short trainings do
-    not average in their random beginning. The running statistics of batch normalization are averaged along:
-    they belong to the weights they were seen with.
+    """Follows the floating-point state of a module, running statistics included; `applied` lends it the
+    averages for an evaluation. The decay rises to its final value by TensorFlow's ramp, so that short
+    trainings do not average in their random beginning.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -191,15 +189,12 @@ class WeightAverage:
             _put(self._live, own)
 
 
-# What inconsistency looks like: an asynchronous pipeline in the manner of PipeDream.
-#
-# Whole mini-batches stream through K stages in 1F1B order, and every stage updates its weights after each
-# backward. So stage k, counted from 0, runs the forward of a mini-batch K - 1 - k updates before the one that
-# its gradient makes. With weight stashing the backward uses the weights of its forward, which the stage
-# keeps; without, whatever the weights are by then, and the gradient belongs to no function at all.
-#
-# A gradient depends on nothing that comes later, so the mini-batches are gone through one after the other,
-# each stage with the weights that it had. With one stage both are the sequential training, bit for bit.
+# What inconsistency looks like: an asynchronous pipeline in the manner of PipeDream. Whole mini-batches
+# stream through K stages in 1F1B order, and every stage updates its weights after each backward. So stage k,
+# counted from 0, runs the forward of a mini-batch K - 1 - k updates before the one that its gradient makes.
+# With weight stashing the backward uses the weights of its forward, which the stage keeps; without, whatever
+# they are by then, and the gradient belongs to no function at all. A gradient depends on nothing that comes
+# later, so the mini-batches are gone through one after the other, each stage with the weights that it had.
 
 
 @dataclass(frozen=True)

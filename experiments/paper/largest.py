@@ -70,9 +70,10 @@ class Setting:
     def batch_size(self) -> int:
         return HALVES[self.half].batch_size
 
+    @cache  # noqa: B019
     def schedule(self, num_microbatches: int) -> Schedule:
         """Naive-1 keeps all activations of one mini-batch; a pipeline recomputes every micro-batch."""
-        return _schedule(self.num_stages, num_microbatches, self.is_naive)
+        return naive(self.num_stages) if self.is_naive else gpipe(self.num_stages, num_microbatches)
 
     def microbatch_counts(self) -> tuple[int, ...]:
         """Numbers of micro-batches that divide the mini-batch, fewest first."""
@@ -86,11 +87,6 @@ class Setting:
         if self.half == "transformer":
             return transformer(reading, num_layers, size, self.attention)
         return amoebanet(reading, num_layers, num_filters, size)
-
-
-@cache
-def _schedule(num_stages: int, num_microbatches: int, is_naive: bool) -> Schedule:
-    return naive(num_stages) if is_naive else gpipe(num_stages, num_microbatches, remat="always")
 
 
 @dataclass(frozen=True)
@@ -238,10 +234,10 @@ def last_that(holds: Callable[[int], bool], start: int, guess: int) -> int | Non
     return low + count - 1 if count else None
 
 
-# Real training steps of Table 1's stages, each alone, against the memory model. K accelerators are not needed
-# to see what one of them must hold: a stage alone gets made-up boundary tensors of the right shape where its
-# neighbours would send theirs, and drops what it would send. What it would receive is made when it is used,
-# where the memory model has a receive posted ahead. On a CPU the same code counts storages (in tests).
+# Real training steps of Table 1's stages, each alone, against the memory model: a stage alone gets made-up
+# boundary tensors of the right shape where its neighbours would send theirs, and drops what it would send.
+# What it would receive is made when it is used, where the memory model has a receive posted ahead. On a CPU
+# the same code counts storages (in tests).
 
 ATTENTION = {"amoebanet": "none", "transformer": "fused"}  # as it is computed on a GPU
 NUM_STEPS = 2  # the optimizer's state exists from the second step on

@@ -1,10 +1,9 @@
 """Layer profiles of the two model families of Table 1 at any size, and what a stage of them holds.
 
-Tracing a layer takes a tenth of a second; a search wants a family at every size, the appendix under every
-number format and number of micro-batches too. So one model of each family is profiled, at lengths that primes
-tell apart. The bytes of a storage are a product of lengths: if the width of the profiled model has a prime
-factor that nothing else in it has, and the micro-batch another, then every number says by its factors how it
-grows with the width and with the micro-batch:
+A search wants a family at every size, so one model of each is profiled, at lengths that primes tell apart.
+The bytes of a storage are a product of lengths: if the width of the profiled model has a prime factor that
+nothing else in it has, and the micro-batch another, then every number says by its factors how it grows with
+both:
 
     width 16 x 61, micro-batch 43:    a storage of 4 x 61 x 43 x 1024 bytes is linear in both
 
@@ -364,10 +363,8 @@ def _counted_operations(half: str, **size: int) -> tuple[int, ...]:
 def unet_memory(
     options: Mapping[str, Any], cut_of: Callable[[int], Partition], examples: int, m: int, remat: str
 ) -> tuple[int, list[int]]:
-    """Parameters of a U-Net, and the peak of every accelerator in bytes that tensors hold.
-
-    Stages between those of a skip hold nothing of it, as torchgpipe has them. Gradients of skips that wait
-    for their stage are not counted.
+    """Parameters of a U-Net, and the peak of every accelerator in bytes that tensors hold. As in torchgpipe,
+    stages between those of a skip hold nothing of it; gradients of skips that wait are not counted.
 
     Args:
         options: of its builder

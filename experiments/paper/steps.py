@@ -1,10 +1,10 @@
 """Whole steps, taken in turns by the processes of a case, and what every action of them took.
 
 As many processes as there are devices take the steps of all configurations round by round, there and back
-within each, so that the numbers of one round can be set against each other on a machine that does other
-things too. All stages of a configuration run in each process, at the same time in every process, so a stage's
-actions have the busy neighbours of a pipeline. A configuration with a process for each of its stages is also
-run for real, one stage per process, which is what the replay must reproduce.
+within each, so that the numbers of one round can be set against each other. All stages of a configuration run
+in each process, at the same time in every process, so a stage's actions have the busy neighbours of a
+pipeline. A configuration with a process for each of its stages is also run for real, which the replay must
+reproduce.
 """
 
 from __future__ import annotations
@@ -348,14 +348,13 @@ def _one_way_s(rank: int, num_bytes: int, device: torch.device, group: dist.Proc
     return median(found[1:]) if found else 0.0
 
 
-# Seconds of single layers, by which a timed model is cut into stages. A pipeline with one layer per stage
-# would keep each layer's input for all micro-batches: 71 GiB for ResNet-101's 370 layers. So layers run in
-# order, each called as a stage calls it, and each input is dropped after use.
+# Seconds of single layers, by which a timed model is cut into stages. With one layer per stage a pipeline
+# would keep each layer's input for all micro-batches (71 GiB for ResNet-101), so layers run in order, each
+# called as a stage calls it, and each input is dropped after use.
 #
 # A GPU runs many layers faster than Python launches them. So it is kept busy before each repeat for as long
-# as the host needs to ask (`devices.hold`), and what is timed is the device's time. Where it starts before
-# the host has launched a whole repeat, the repeat runs again with a longer hold; a warning names the layers
-# for which that did not help.
+# as the host needs to ask (`devices.hold`), and what is timed is the device's time. Where it starts too
+# early, the repeat runs again with a longer hold; a warning names the layers for which that did not help.
 
 REPEATS = 4  # the first warms up
 AHEAD, MOST_AHEAD_S = 1.5, 0.5  # x the host's launch time; longest hold

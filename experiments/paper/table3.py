@@ -7,9 +7,8 @@ stages, whose messages take as long as their actions.
 
 Actions are measured in whole steps on this machine and laid out on K devices over PCIe through the host
 (`replayed`), as it is and slowed down with the model, so that a message takes the share of the time that it
-takes on the paper's P100. A slow link is always a replay with the link's numbers; on GPUs, NCCL_P2P_DISABLE=1
-sends the real steps of `replay error` through the host. A case of its own computes the table at the paper's
-size for P100s (experiments/paper/reproduction.py).
+takes on the paper's P100. On GPUs, NCCL_P2P_DISABLE=1 sends the real steps of `replay error` through the
+host. A case of its own computes the table at the paper's size for P100s (`reproduction.py`).
 """
 
 from __future__ import annotations

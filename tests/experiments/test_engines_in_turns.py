@@ -12,8 +12,8 @@ from records import record
 from torch import nn
 
 from gpipe_bench.experiments.beyond import engine_turns
+from gpipe_bench.experiments.beyond.engine_turns import Found, side_by_side
 from gpipe_bench.experiments.beyond.engines import COST, EXPERIMENT, SHARE, SPEED, numbers, tables
-from gpipe_bench.experiments.beyond.side_by_side import Found, side_by_side
 from gpipe_bench.experiments.beyond.trainings import (
     ALL_CORES,
     ALONE,

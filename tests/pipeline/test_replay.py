@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.experiments.drawing import gantt
+from gpipe_bench.experiments.drawing import charts
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.pipeline import (
     FREE,
@@ -284,10 +284,10 @@ def test_the_largest_pipeline_of_the_paper_can_be_replayed() -> None:
 
 def test_gantt_chart() -> None:
     timeline = replay(gpipe(3, 4, remat="except_last"), SLOTS)
-    figure = gantt(timeline, "three stages")
+    figure = charts({"three stages": timeline}, "slots")
     (axes,) = figure.axes
     boxes = [collection.get_paths()[0].get_extents() for collection in axes.collections]
-    wanted_ms = [(event.start_s * 1e3, event.end_s * 1e3) for event in timeline.events]
-    for box, edges_ms in zip(boxes, wanted_ms, strict=True):
-        assert (box.x0, box.x1) == pytest.approx(edges_ms)
+    wanted = [(event.start_s, event.end_s) for worker in range(3) for event in timeline.of_worker(worker)]
+    for box, ends in zip(boxes, wanted, strict=True):
+        assert (box.x0, box.x1) == pytest.approx(ends)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "recompute", "backward"]

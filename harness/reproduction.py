@@ -238,6 +238,11 @@ def _root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(fmean(value * value for value in values))
 
 
-def of_quotient(error: float) -> float:
-    """The error of a quotient of two predictions of this error, whose residuals are independent."""
-    return math.expm1(math.sqrt(2) * math.log1p(error))
+def of_quotient(error: float, numbers: int = 2) -> float:
+    """The error of a quotient of so many numbers of this error, whose residuals are independent."""
+    return math.expm1(math.sqrt(numbers) * math.log1p(error))
+
+
+def of_increase(error: float, increase: float) -> float:
+    """The error of an increase: a quotient of this error, less 1."""
+    return error * (1 + increase) / abs(increase) if increase else math.inf

@@ -31,7 +31,8 @@ from gpipe_bench.harness.record import (
     of_case,
 )
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.report.reproduced import Place
+from gpipe_bench.harness.report.reproduced import NEXT, Place
+from gpipe_bench.harness.reproduction import of_quotient
 from gpipe_bench.harness.verdict import Part, Result, Spread
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ FEWEST_ERRORS = 3
 NOT_JUDGED = (
     "small models on this machine's cores against the paper's accelerators, so the cell is not judged"
 )
-Moves = Literal["as the step grows", "either way"]
-"""How a number moves when a step takes longer than its replay: throughput falls as it grows, and a share of
-the step may move either way."""
+Of = Literal["a step", "a quotient", "a quotient of quotients", "an increase"]
+"""What a replayed number is made of: a share of one step has the error of a replay; a quotient of two steps
+that of two, a quotient of two such quotients that of four; an increase is a quotient less 1, in percent."""
 
 
 def of_steps(records: Sequence[Record]) -> list[Record]:
@@ -113,10 +114,7 @@ def over_the_next(k: int, m: int, shares: Mapping[str, float]) -> float:
     return shares["recompute"] / max(shares[part] for part in shares.keys() - {"computation", "recompute"})
 
 
-OF_SHARES = {
-    "bubble observed over (K-1)/(M+K-1)": over_the_formula,
-    "recomputation over the next largest overhead": over_the_next,
-}
+OF_SHARES = {"bubble observed over (K-1)/(M+K-1)": over_the_formula, NEXT: over_the_next}
 """The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1, section
 4.2, says both of two and of four stages of ResNet-101. The number of each sentence, by its row."""
 
@@ -154,28 +152,27 @@ def least(
 
 
 def beside(
-    records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str,
-    moves: Moves = "either way",
-) -> Result:  # fmt: skip
+    records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str, of: Of
+) -> Result:
     """A cell that small models ran: it stands beside the paper's and is not judged."""
-    return _entry(records, record, place, metric, note, moves, NOT_JUDGED)
+    return _entry(records, record, place, metric, note, of, NOT_JUDGED)
 
 
 def sentence(
-    records: Sequence[Record], record: Record, row: str, column: str, metric: Metric | None, note: str
+    records: Sequence[Record], record: Record, at: tuple[str, str], metric: Metric | None, note: str, of: Of
 ) -> list[Result]:
-    """The entry of a sentence of the text, none where the records do not have what it is about."""
-    if metric is None:
-        return []
-    return [_entry(records, record, (SENTENCES, row, column), metric, note, "either way")]
+    """The entry of a sentence of the text, by row and column; none where the records do not have what it is
+    about.
+    """
+    return [] if metric is None else [_entry(records, record, (SENTENCES, *at), metric, note, of)]
 
 
 def _entry(
-    records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str, moves: Moves,
+    records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str, of: Of,
     context: str = "",
 ) -> Result:  # fmt: skip
     """A replayed number of a record with its range, by the replay's error in all records."""
-    spread = replayed_spread(metric, next_error(records, record.case["model"]), moves)
+    spread = replayed_spread(metric, next_error(records, record.case["model"]), of)
     table, row, column = place
     return Result(
         table=table, row=row, column=column, metric=metric, spread=spread, record=record, note=note,
@@ -212,24 +209,27 @@ def prediction_interval(errors: Sequence[float]) -> tuple[float, float]:
     return middle - reach, middle + reach
 
 
-def replayed_spread(metric: Metric | None, error: tuple[float, float] | None, moves: Moves) -> Spread | None:
-    """The range of a replayed number: its interval and the error of the replay (`next_error`). None where
-    there is no number or where the error is not known.
+def replayed_spread(metric: Metric | None, error: tuple[float, float] | None, of: Of) -> Spread | None:
+    """The range of a replayed number: its interval and the error of the replay (`next_error`), to both sides.
+    None where there is no number or where the error is not known.
     """
     if metric is None or metric.value is None or error is None:
         return None
     value = float(metric.value)
     low = value if metric.low is None else metric.low
     high = value if metric.high is None else metric.high
-    reach = max(map(abs, error))
-    ends = (-error[1], -error[0]) if moves == "as the step grows" else (-reach, reach)
-    least, most = map(math.exp, ends)
-    moved = sorted((value * least, value * most))  # a difference may lie below zero
+    steps = {"a step": 1, "a quotient of quotients": 4}.get(of, 2)
+    most = 1 + of_quotient(math.expm1(max(map(abs, error))), steps)
+    rest = 100.0 if of == "an increase" else 0.0  # of the quotient
+
+    def moved(number: float, factor: float) -> float:
+        return (number + rest) * factor - rest
+
     parts = (
         Part(what=interval_name(len(metric.samples)), low=low, high=high),
-        Part(what="error of the replay", low=moved[0], high=moved[1]),
+        Part(what="error of the replay", low=moved(value, 1 / most), high=moved(value, most)),
     )
-    return Spread(low=min(low * least, low * most), high=max(high * least, high * most), parts=parts)
+    return Spread(low=moved(low, 1 / most), high=moved(high, most), parts=parts)
 
 
 # Text and figures

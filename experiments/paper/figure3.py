@@ -100,12 +100,12 @@ def cells(records: Sequence[Record]) -> list[Result]:
             count = record.details["cells"][name]["num_microbatches"]
             if metric is not None and count != TIMED_MICROBATCHES:
                 place = _place(record, name)
-                found.append(evidence.beside(records, record, place, metric, note, "as the step grows"))
+                found.append(evidence.beside(records, record, place, metric, note, "a quotient"))
         if base == "naive-1":
-            pair, column = (of[base], of.get("pipeline-1")), "pipeline-1 / naive-1, ResNet-101"
+            pair, at = (of[base], of.get("pipeline-1")), "pipeline-1 / naive-1, ResNet-101"
             extra = evidence.derived("extra time", lambda a, b: 100 * (a / b - 1), *pair, unit="%")
             note = "Seconds of a step with re-materialization over those without, less one"
-            found += evidence.sentence(records, record, reproduced.EXTRA, column, extra, note)
+            found += evidence.sentence(records, record, (reproduced.EXTRA, at), extra, note, "an increase")
     return found + reproduced.answers(records)
 
 

@@ -94,16 +94,16 @@ def cells(records: Sequence[Record]) -> list[Result]:
         for k in stage_counts(record):
             metric = record.metric("normalised throughput", link=record.details["judged"], K=k)
             if metric is not None:  # else nothing to be relative to: the steps of K = 2 found no room
-                place = (TABLES[model], "M=32", f"K={k}")
-                found.append(evidence.beside(records, record, place, metric, note, "as the step grows"))
+                cell = (TABLES[model], "M=32", f"K={k}")
+                found.append(evidence.beside(records, record, cell, metric, note, "a quotient"))
         slow, fast = (
             record.metric("normalised throughput", link=link, K=8)
             for link in (record.details["judged"], "free link")
         )
         kept = evidence.derived("speed-up without over with", truediv, slow, fast)
-        row = "speed-up from 2 to 8 without a fast link over that with one"
+        place = "speed-up from 2 to 8 without a fast link over that with one", NAMES[model]
         note = "K = 8 over K = 2 over the slowed link, over the same over a free link; both of the same cut"
-        found += evidence.sentence(records, record, row, NAMES[model], kept, note)
+        found += evidence.sentence(records, record, place, kept, note, "a quotient of quotients")
     return [*found, *reproduced.answers(records)]
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.compare import absent, judge, peers_of
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.paper import PaperNumber, PaperTable, show
+from gpipe_bench.harness.paper import PaperNumber, PaperTable, percent, show
 from gpipe_bench.harness.report import table as tables_of_words
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.report.table import (
@@ -86,6 +86,7 @@ def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Pa
         given[name] = "-" if cell.ours is None else show(cell.ours, cell.unit, DIGITS)
         given[f"{name}.paper"] = cell.printed
         given[f"{name}.range"] = range_text(cell, DIGITS) or "-"
+        given[f"{name}.error"] = percent(cell.entry.error) if cell.entry and cell.entry.error else "-"
 
     def filled(text: str) -> str:
         return _PLACE.sub(lambda match: given.get(match[1], "-"), text)

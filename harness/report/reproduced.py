@@ -19,7 +19,14 @@ from gpipe_bench.harness.paper import SENTENCES, convert, load_paper, of_the_pap
 from gpipe_bench.harness.record import REPRODUCTION, Record, of_case
 from gpipe_bench.harness.report.grid import fill, numbers_text
 from gpipe_bench.harness.report.table import Answer, answer, is_beside
-from gpipe_bench.harness.reproduction import Kind, PredictorError, Published, of_quotient, predictor_errors
+from gpipe_bench.harness.reproduction import (
+    Kind,
+    PredictorError,
+    Published,
+    of_increase,
+    of_quotient,
+    predictor_errors,
+)
 from gpipe_bench.harness.verdict import Comparison, Part, Result, Spread
 
 Place = tuple[str, str, str]
@@ -36,6 +43,7 @@ CLAIMS = (
 )
 """Row, half and the two columns that are divided."""
 EXTRA = "extra time by recomputation"
+NEXT = "recomputation over the next largest overhead"
 STRIDE = "control-stride"
 COUNTED = "parameters over the original's"
 """The row of a quotient of two exact counts."""
@@ -63,15 +71,18 @@ def errors() -> dict[Kind, PredictorError]:
 
 
 def error_of(table: str, row: str, value: float | None = None) -> float:
-    """The error of a computed number, as a factor minus 1. That of a share of the step, whose `value` is in
-    per cent, is that of the ratio of its part to the rest, times the share that is left.
+    """The error of a computed number, as a factor minus 1. `value` is in per cent: a share of the step has
+    the error of the ratio of its part to the rest, times the share that is left; an increase that of the
+    quotient, over it.
     """
     if row == COUNTED:
         return 0.0
     known = errors()[_kind(table, row)].error
     if table.startswith("breakdown") and value is not None:
         return known * (1 - value / 100)
-    return of_quotient(known) if table in ("claims", STRIDE) else known
+    if row == EXTRA and value is not None:
+        return of_increase(known, value / 100)
+    return of_quotient(known) if row == NEXT or table in ("claims", STRIDE) else known
 
 
 def _kind(table: str, row: str) -> Kind:
@@ -97,11 +108,11 @@ def answers(records: Sequence[Record]) -> list[Result]:
 
 
 def _spread(row: str, value: float, error: float) -> Spread:
-    if row == EXTRA:  # a quotient of two times as an increase
-        ends = sorted(100 * ((1 + value / 100) * factor - 1) for factor in (1 / (1 + error), 1 + error))
-    else:
-        ends = sorted((value / (1 + error), value * (1 + error)))
-    part = Part(what="error of the predictor", low=ends[0], high=ends[1])
+    rest = 0.0
+    if row == EXTRA:  # of a quotient of two times, which is what errs
+        rest, error = 100.0, error * value / (100 + value)
+    low, high = ((value + rest) * factor - rest for factor in (1 / (1 + error), 1 + error))
+    part = Part(what="error of the predictor", low=low, high=high)
     return Spread(low=part.low, high=part.high, parts=(part,))
 
 

@@ -69,8 +69,24 @@ def test_the_error_counts_models_and_not_their_numbers() -> None:
     assert math.log1p(found.error) == pytest.approx(math.sqrt((0.3**2 + 0.4**2) / 2))
     assert found.without == pytest.approx({"a": math.expm1(0.4), "b": math.expm1(0.3)})
     assert math.log1p(of_quotient(found.error)) == pytest.approx(0.5)
+    assert math.log1p(of_quotient(0.1, 4)) == pytest.approx(2 * math.log1p(0.1))
     with pytest.raises(ValueError, match="not positive"):
         predictor_errors([Published("a", "bytes", 0.0, 1.0)])
+
+
+def test_a_quotient_less_one_and_a_quotient_of_shares_have_errors_of_their_own() -> None:
+    """A third more time is 4 / 3, and 7.6 % of that are 30 % of a third, which allow no test."""
+    known = reproduced.errors()["ratios of speeds"].error
+    assert reproduced.error_of("claims-text", reproduced.EXTRA, 100 / 3) == pytest.approx(4 * known)
+    assert reproduced.error_of("claims-text", reproduced.NEXT, 0.7) == pytest.approx(of_quotient(known))
+    records = of_case(Store(RECORDS).load("figure3").records, "done", part=REPRODUCTION)
+    cells = compare(reproduced.answers(records), whole=())
+    (extra,) = [each for each in cells if each.row == reproduced.EXTRA]
+    assert answer(extra) == "no test"
+    quotient = 1 + extra.ours / 100
+    assert (1 + extra.range_low / 100, 1 + extra.range_high / 100) == pytest.approx(
+        (quotient / (1 + known), quotient * (1 + known))
+    )
 
 
 def judged(row, column, printed, ours, error, why=""):

@@ -219,11 +219,12 @@ def _verdict(kind: str, allowed: Allowed, low: float, high: float, *, is_narrow:
         return "above"
     if high < allowed.possible_low - slack:
         return "below"
-    if kind == "identity":
-        return "identity"
+    agrees: Verdict = "identity" if kind == "identity" else "reproduced"
     if allowed.open:  # a bound holds where all of the range keeps to it, however wide that is
         inside = allowed.low - slack <= low and high <= allowed.high + slack
-        return "reproduced" if inside else "undecided"
+        return agrees if inside else "undecided"
+    if kind == "identity":
+        return agrees
     meets = low <= allowed.high + slack and high >= allowed.low - slack
     return "reproduced" if meets and is_narrow else "undecided"
 

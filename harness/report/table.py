@@ -295,11 +295,7 @@ def counts_text(cells: Iterable[Comparison]) -> str:
 
     What could not have come out otherwise, what no small model answers and what nobody ran are apart.
     """
-    counts = Counter(
-        "follows" if (cell.table, cell.kind) == (SENTENCES, "identity") else answer(cell)
-        for cell in cells
-        if cell.counted
-    )
+    counts = Counter(answer(cell) for cell in cells if cell.counted)
     many = {"agrees": "agree", "follows": "follow", "differs": "differ"}
     said = {word: f"{n} {many.get(word, word) if n > 1 else word}" for word in ANSWERS if (n := counts[word])}
     held = ", ".join(said[word] for word in ("agrees", "differs", "no test") if word in said)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal, NamedTuple, TypeAlias, TypeVar
@@ -94,6 +94,7 @@ class Choice(_Setting, frozen=True, kw_only=True):
         source: where the rule finds it
         reason: where that needs a word
         known: whether earlier predictions had shown it to bring our numbers "towards" the paper's or "away"
+        declared: "afterwards" where what it leads to was known by then; it decides nothing
     """
 
     value: Value | tuple[Value, ...]
@@ -101,6 +102,7 @@ class Choice(_Setting, frozen=True, kw_only=True):
     source: Text
     known: Literal["", "towards", "away"]
     reason: str = ""
+    declared: Literal["", "afterwards"] = ""
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,6 +138,13 @@ class Reproduction(Struct, frozen=True):
     def of(self, table: str) -> dict[str, Choice]:
         """The choices of a table, by setting."""
         return {each.setting: each for each in self.choice if table in each.tables}
+
+    def declared_afterwards(self, tables: Collection[str]) -> str:
+        """Why numbers of these tables decide nothing; empty where no choice was declared afterwards."""
+        late = dict.fromkeys(
+            each.setting for each in self.choice if each.declared and not set(tables).isdisjoint(each.tables)
+        )
+        return f"{' and '.join(late)} declared when what that leads to was known" if late else ""
 
 
 def _check_once(settings: Sequence[_Setting]) -> None:

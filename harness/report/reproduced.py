@@ -23,6 +23,7 @@ from gpipe_bench.harness.reproduction import (
     Kind,
     PredictorError,
     Published,
+    load_reproduction,
     of_increase,
     of_quotient,
     predictor_errors,
@@ -94,6 +95,7 @@ def answers(records: Sequence[Record]) -> list[Result]:
     """Our number for every one of the paper that the records compute, with the predictor's error."""
     found = []
     for record in of_case(records, "done", part=REPRODUCTION):
+        late = load_reproduction().declared_afterwards({str(each.key["table"]) for each in record.metrics})
         for metric in record.metrics:
             table, row, column = (str(metric.key[name]) for name in ("table", "row", "column"))
             value, error = metric.value, error_of(table, row, metric.value)
@@ -101,7 +103,7 @@ def answers(records: Sequence[Record]) -> list[Result]:
                 Result(
                     table=table, row=row, column=column, question="as published", metric=metric,
                     spread=None if value in (None, 1) else _spread(row, float(value or 0), error),
-                    error=error, record=record, not_comparable=BASELINE if value is None else "",
+                    error=error, record=record, not_comparable=BASELINE if value is None else late,
                 )
             )  # fmt: skip
     return found
@@ -302,6 +304,8 @@ def _table(table: str, unit: str, computed: Cells | None, beside: Cells | None, 
         below.append(f"baseline, the bubble's formula alone with the same error: {summed(bare, computed[1])}")
     below += [f"run here, not judged: {summed(*beside).numbers}"] if beside else []
     below = [fill(each, rest="  ") for each in below]
+    whys = [(label(place), cell.reason) for place, cell in ours.items() if cell.verdict == "not comparable"]
+    below += _notes(whys, len(cells))
     if notes:
         own = [(label(each.place), each.entry.note) for found in beside or () for each in found if each.entry]
         numbers = [of_the_paper()[place] for place in cells]

@@ -33,7 +33,7 @@ MEANINGS: Mapping[Answer, str] = {
     "follows": "it follows by arithmetic, could not have come out otherwise, and is counted apart",
     "differs": "all of ours, with its error, lies beside the printed number, or memory ran out",
     "no test": "our error is so large that ours would meet much else (computed: above 25 %; run here: above "
-    "20 % to either side), or what it stands over does not fit",
+    "20 % to either side), what it stands over does not fit, or it was declared afterwards",
     "not judged": "a cell of a table that small models ran here; the paper's sentences about it are judged",
     "not run": "none of ours is on record, as in smaller profiles; a note may say why",
 }

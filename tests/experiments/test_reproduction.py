@@ -63,6 +63,16 @@ def test_a_setting_has_one_choice(tmp_path) -> None:
         load_reproduction(path)
 
 
+def test_what_was_declared_afterwards_decides_nothing() -> None:
+    late = [each for each in load_reproduction().choice if each.declared == "afterwards"]
+    assert [(each.tables, each.setting) for each in late] == [(("control-stride",), "moved_stride")]
+    found = reproduced.answers(Store(RECORDS).load("computed").records)
+    assert found
+    for cell in compare(found, whole=()):
+        assert (answer(cell), "moved_stride declared when" in cell.reason) == ("no test", True)
+    assert not load_reproduction().declared_afterwards({"table2-amoebanet"})
+
+
 def test_the_error_counts_models_and_not_their_numbers() -> None:
     numbers = [Published("a", "speeds", math.exp(each), 1.0) for each in (0.3, -0.3, 0.3)]
     found = predictor_errors([*numbers, Published("b", "speeds", math.exp(0.4), 1.0)])["speeds"]

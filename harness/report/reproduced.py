@@ -18,7 +18,7 @@ from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.paper import SENTENCES, convert, load_paper, of_the_paper, percent, show
 from gpipe_bench.harness.record import REPRODUCTION, Record, of_case
 from gpipe_bench.harness.report.grid import fill, numbers_text
-from gpipe_bench.harness.report.table import Answer, answer, is_beside
+from gpipe_bench.harness.report.table import is_beside
 from gpipe_bench.harness.reproduction import (
     Kind,
     PredictorError,
@@ -28,7 +28,7 @@ from gpipe_bench.harness.reproduction import (
     of_quotient,
     predictor_errors,
 )
-from gpipe_bench.harness.verdict import Comparison, Part, Result, Spread
+from gpipe_bench.harness.verdict import Answer, Comparison, Part, Result, Spread
 
 Place = tuple[str, str, str]
 """Table, row and column."""
@@ -204,7 +204,7 @@ def summed(cells: Sequence[Comparison], fixed: Sequence[Comparison] = ()) -> Sum
         if (a := _numbers(one)) and (b := _numbers(other)) and a[0] != b[0]
     ]
     return Summed(
-        Counter(map(answer, cells)),
+        Counter(cell.answer for cell in cells),
         median(abs(ours / paper - 1) for paper, ours in known) if known else None,
         _rank_correlation(known),
         sum(paper * ours > 0 for paper, ours in moves),
@@ -295,7 +295,7 @@ def _table(table: str, unit: str, computed: Cells | None, beside: Cells | None, 
         if "torchgpipe" in headers:
             line.append(cell.peer_printed or "-")
         if computed is not None:
-            line += [*number(ours.get(place)), answer(ours[place]) if place in ours else ""]
+            line += [*number(ours.get(place)), ours[place].answer if place in ours else ""]
         if beside is not None:
             line += number(theirs.get(place))
         lines.append(line)

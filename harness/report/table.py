@@ -12,22 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import SENTENCES, percent, show, show_interval, show_with_interval
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, Grid, fill, within
-from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Result, Verdict
+from gpipe_bench.harness.verdict import ANSWERS, QUESTIONS, Answer, Comparison, Result
 
-Answer = Literal["agrees", "follows", "differs", "no test", "not judged", "not run"]
-ANSWERS: tuple[Answer, ...] = get_args(Answer)
-"""Answers in the order in which counts list them."""
-WORDS: Mapping[Verdict, Answer] = {
-    "reproduced": "agrees", "identity": "follows", "undecided": "no test", "above": "differs",
-    "below": "differs", "not judged": "not judged", "not comparable": "no test", "not run": "not run",
-}  # fmt: skip
 MEANINGS: Mapping[Answer, str] = {
     "agrees": "the printed number, with its rounding, meets ours with its error",
     "follows": "it follows by arithmetic, could not have come out otherwise, and is counted apart",
@@ -37,11 +30,6 @@ MEANINGS: Mapping[Answer, str] = {
     "not judged": "a cell of a table that small models ran here; the paper's sentences about it are judged",
     "not run": "none of ours is on record, as in smaller profiles; a note may say why",
 }
-
-
-def answer(cell: Comparison) -> Answer:
-    """The one word for what a comparison says."""
-    return WORDS[cell.verdict]
 
 
 Part = Literal["as published", "here", "others' numbers"]
@@ -272,7 +260,7 @@ def ratio_text(entry: Comparison) -> str:
     to as many as tell it from 1, up to five.
     """
     ratio = entry.ratio
-    if ratio is None or not entry.printed or answer(entry) == "follows":
+    if ratio is None or not entry.printed or entry.answer == "follows":
         return ""
     if ratio >= 1000:
         return f"{ratio:.0f}" if ratio < 1e6 else f"{ratio:.1e}"
@@ -282,7 +270,7 @@ def ratio_text(entry: Comparison) -> str:
 LINES: Mapping[str, Callable[[Comparison], str]] = {
     "paper": attrgetter("paper_text"), "torchgpipe": attrgetter("peer_printed"), "ours": ours_with_error,
     "our range": lambda entry: "" if entry.is_computed else range_text(entry),
-    "ours / paper": ratio_text, "answer": answer,
+    "ours / paper": ratio_text, "answer": attrgetter("answer"),
 }  # fmt: skip
 """The lines of an entry in a table of text, in order."""
 
@@ -295,7 +283,7 @@ def counts_text(cells: Iterable[Comparison]) -> str:
 
     What could not have come out otherwise, what no small model answers and what nobody ran are apart.
     """
-    counts = Counter(answer(cell) for cell in cells if cell.counted)
+    counts = Counter(cell.answer for cell in cells if cell.counted)
     many = {"agrees": "agree", "follows": "follow", "differs": "differ"}
     said = {word: f"{n} {many.get(word, word) if n > 1 else word}" for word in ANSWERS if (n := counts[word])}
     held = ", ".join(said[word] for word in ("agrees", "differs", "no test") if word in said)

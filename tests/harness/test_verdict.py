@@ -196,14 +196,15 @@ def test_a_range_that_meets_the_printed_interval_has_to_be_narrow_to_reproduce_i
     above                |--|
     """
     cell = paper("10")
-    for low, high, verdict in (
-        (9.9, 10.2, "reproduced"),
-        (10.4, 15.4, "reproduced"),
-        (8.0, 14.0, "undecided"),
-        (10.6, 10.7, "above"),
-        (9.0, 9.4, "below"),
+    for low, high, verdict, answer in (
+        (9.9, 10.2, "reproduced", "agrees"),
+        (10.4, 15.4, "reproduced", "agrees"),
+        (8.0, 14.0, "undecided", "no test"),
+        (10.6, 10.7, "above", "differs"),
+        (9.0, 9.4, "below", "differs"),
     ):
-        assert judge(cell, ours((low + high) / 2, low=low, high=high)).verdict == verdict
+        judgement = judge(cell, ours((low + high) / 2, low=low, high=high))
+        assert (judgement.verdict, judgement.to_data()["answer"]) == (verdict, answer)
 
 
 @given(

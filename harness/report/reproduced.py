@@ -102,14 +102,15 @@ def answers(records: Sequence[Record]) -> list[Result]:
             found.append(
                 Result(
                     table=table, row=row, column=column, question="as published", metric=metric,
-                    spread=None if value in (None, 1) else _spread(row, float(value or 0), error),
+                    spread=None if value in (None, 1) else spread(row, float(value or 0), error),
                     error=error, record=record, not_comparable=BASELINE if value is None else late,
                 )
             )  # fmt: skip
     return found
 
 
-def _spread(row: str, value: float, error: float) -> Spread:
+def spread(row: str, value: float, error: float) -> Spread:
+    """The range of a computed number with this error."""
     rest = 0.0
     if row == EXTRA:  # of a quotient of two times, which is what errs
         rest, error = 100.0, error * value / (100 + value)
@@ -153,8 +154,8 @@ def by_the_bubble(cells: Sequence[Comparison], fixed: Sequence[Comparison]) -> l
     for cell in cells:
         if (entry := cell.entry) is not None and entry.metric is not None:
             value = speed(cell) / speed(fixed[0])
-            metric, spread = replace(entry.metric, value=value), _spread(cell.row, value, entry.error)
-            found.append(replace(entry, metric=metric, spread=spread, not_comparable=""))
+            metric, ends = replace(entry.metric, value=value), spread(cell.row, value, entry.error)
+            found.append(replace(entry, metric=metric, spread=ends, not_comparable=""))
     return compare(found, whole=())
 
 

@@ -232,7 +232,7 @@ def ours_with_error(entry: Comparison) -> str:
     metric = None if entry.entry is None else entry.entry.metric
     over = None if metric is None else metric.key.get("over")  # the number at each K
     said = f" ({over})" if over else ""
-    if entry.is_computed and entry.parts:
+    if entry.entry is not None and entry.entry.error:
         return f"{show(entry.ours, entry.unit, _FEW)} {spread_text(entry)}{said}"
     return show_with_interval(entry.ours, entry.low, entry.high, entry.unit) + said
 
@@ -248,7 +248,7 @@ def range_text(entry: Comparison, digits: int = 4) -> str:
 
 def spread_text(entry: Comparison) -> str:
     """How far ours may be off: `+- 55 %` of what was computed, `3.1 to 4.2 GB`, or the interval."""
-    if entry.entry is not None and entry.is_computed and entry.parts:
+    if entry.entry is not None and entry.entry.error:
         return f"+- {percent(entry.entry.error)}"
     if (over := range_text(entry)) or entry.low is None or entry.high is None:
         return over
@@ -269,7 +269,7 @@ def ratio_text(entry: Comparison) -> str:
 
 LINES: Mapping[str, Callable[[Comparison], str]] = {
     "paper": attrgetter("paper_text"), "torchgpipe": attrgetter("peer_printed"), "ours": ours_with_error,
-    "our range": lambda entry: "" if entry.is_computed else range_text(entry),
+    "our range": lambda entry: "" if entry.entry and entry.entry.error else range_text(entry),
     "ours / paper": ratio_text, "answer": attrgetter("answer"),
 }  # fmt: skip
 """The lines of an entry in a table of text, in order."""

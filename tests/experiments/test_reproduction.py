@@ -310,6 +310,17 @@ def test_the_memory_of_a_published_run_is_predicted() -> None:
     assert "unet-memory: memory, pipeline-1" in EXPERIMENT.tables([kept])
 
 
+def test_others_numbers_are_judged_with_the_error_as_the_papers_are() -> None:
+    found = compare(EXPERIMENT.cells(Store(RECORDS).load("predictions").records), whole=())
+    known = reproduced.errors()["ratios of speeds"].error
+    ratios = [each for each in found if each.unit == "ratio" and each.ours is not None]
+    for each in ratios:
+        assert each.answer == ("agrees" if 1 / (1 + known) <= each.ratio <= 1 + known else "differs")
+    assert {each.answer for each in ratios} == {"agrees", "differs"}
+    others = [each for each in found if each.unit in ("samples/s", "GiB") and each.ours is not None]
+    assert {each.answer for each in others} == {"no test"}
+
+
 # The stride control
 
 

@@ -5,9 +5,9 @@ follow O(N + (L/K)(N/M)). No GPU is needed:
 
     python -m experiments run figure2
 
-Schedules are replayed with equal stages, a free link and forward : recompute : backward = 1 : 1 : 2, time
+Schedules are laid out with equal stages, a free link and forward : recompute : backward = 1 : 1 : 2, time
 counted in forwards of one micro-batch on one stage, so everything is a whole number and "equal" means equal
-(`replayed`). Nothing here is timed.
+(`modelled`). Nothing here is timed.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
             m, variant = key["num_microbatches"], VARIANTS[key["schedule"]]
             timeline = variant.replay(DRAWN_STAGES, m)
             metrics = [
-                Metric("step", timeline.makespan_s, "number", "replayed", note=UNIT),
-                Metric("bubble", float(timeline.bubble), "ratio", "replayed"),
+                Metric("step", timeline.makespan_s, "number", "modelled", note=UNIT),
+                Metric("bubble", float(timeline.bubble), "ratio", "modelled"),
                 Metric("graphs alive on the first stage", variant.graphs_alive(DRAWN_STAGES, m), "number",
-                       "replayed", note="micro-batches"),
+                       "modelled", note="micro-batches"),
             ]  # fmt: skip
             return Outcome(tuple(metrics), {"num_stages": DRAWN_STAGES, "timeline": timeline.to_data()})
         case "bubble":
@@ -151,8 +151,8 @@ def _bubble(k: int) -> Outcome:
         differing += closed != replayed
         fractions[f"{name} M={m}"] = {"closed form": str(closed), "replay": str(replayed)}
         at: dict[str, Scalar] = {"schedule": name, "M": m}
-        metrics.append(Metric("bubble", float(replayed), "ratio", "replayed", key=at))
-    off = Metric("fractions that differ from the closed form", differing, "number", "replayed")
+        metrics.append(Metric("bubble", float(replayed), "ratio", "modelled", key=at))
+    off = Metric("fractions that differ from the closed form", differing, "number", "modelled")
     return Outcome((*metrics, off), {"num_microbatches": counts, "fractions": fractions})
 
 
@@ -273,7 +273,7 @@ def _steps(found: Sequence[Record]) -> str:
         lines.append([VARIANTS[name].title, *("-" if math.isnan(value) else say(value) for value, say in of)])
     headers = ["schedule", *(name for m in counts for name in (f"M={m}: step", "idle", "graphs"))]
     title = (
-        f"The schedules drawn, K = {DRAWN_STAGES} (replayed): step in forwards of one micro-batch on one "
+        f"The schedules drawn, K = {DRAWN_STAGES} (modelled): step in forwards of one micro-batch on one "
         "stage,\nidle share of the device time, most micro-batches whose graph the first stage keeps"
     )
     return numbers_text(title, headers, lines)
@@ -294,7 +294,7 @@ def _fractions(found: Sequence[Record]) -> str:
         ]
     every = [pair for each in found for pair in each.details["fractions"].values()]
     title = (
-        f"Bubble, K = {DRAWN_STAGES}: the closed form above, the replay below it (replayed)\n"
+        f"Bubble, K = {DRAWN_STAGES}: the closed form above, the replay below it (modelled)\n"
         f"Over K = {', '.join(str(each.case['num_stages']) for each in found)}, replay and closed form are "
         f"equal in {sum(pair['replay'] == pair['closed form'] for pair in every)} of {len(every)} fractions"
     )
@@ -307,7 +307,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     return [
         Plot(
             name=f"figure2-schedules-m{m}",
-            caption=f"The schedules of Figure 2 for M = {m}, replayed",
+            caption=f"The schedules of Figure 2 for M = {m}, modelled",
             alt="Gantt charts of the schedules: stages from top to bottom, time from left to right.",
             draw=partial(_charts, of_case(charts, num_microbatches=m)),
             style=paper_style,
@@ -343,7 +343,7 @@ def _charts(records: Sequence[Record]) -> Figure:
     rows[-1].set_xlabel(f"time ({UNIT} of one micro-batch on one stage)")
     legend(figure, timelines.values())
     figure.suptitle(
-        f"K = {DRAWN_STAGES}, M = {records[0].case['num_microbatches']}; replayed: equal stages, free link, "
+        f"K = {DRAWN_STAGES}, M = {records[0].case['num_microbatches']}; modelled: equal stages, free link, "
         "forward : recompute : backward = 1 : 1 : 2",
         fontsize=9,
     )
@@ -364,6 +364,7 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     paper_tables=("formulas",),
+    revision=2,
     tables=tables,
     figures=figures,
 )

@@ -18,7 +18,7 @@ from gpipe_bench.experiments.paper.full_size import (
     product_flops,
 )
 from gpipe_bench.experiments.paper.predictions import EXPERIMENT, Run, amoebanet_memory, runs
-from gpipe_bench.experiments.paper.profiles import unet_memory
+from gpipe_bench.experiments.paper.profiles import operations, unet_memory
 from gpipe_bench.experiments.paper.reproduction import Declared, table3
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness import REFERENCE
@@ -37,6 +37,7 @@ from gpipe_bench.harness.reproduction import (
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import Result, Spread
 from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.models.paper import HALVES
 from gpipe_bench.pipeline import Boundary, Kind, Link, Profiler, gpipe, pipeline_memory
 from gpipe_bench.planner.accelerators import TPU_V2, Accelerator
 
@@ -164,6 +165,14 @@ def test_a_table_computed_now_is_the_one_on_record() -> None:
     known = Store(RECORDS).load("predictions").records
     (memory,) = of_case(known, part="activations", column="pipeline-1")
     assert amoebanet_memory(runs("activations")[0]) / 2**30 == pytest.approx(memory.metrics[0].value)
+
+
+def test_a_transformer_of_table_1_is_cut_by_all_its_products() -> None:
+    """Fused attention's would be left out: 8 % of a layer's."""
+    half = HALVES["transformer"]
+    assert load_reproduction().of(half.table)["attention"].value == "written out"
+    full = FullSize(half.model, {**half.options, "num_layers": 3, "attention": "explicit"})
+    assert [*operations("transformer", 3, 0, auxiliary_head=False)] == full.flops(2)
 
 
 TRANSFORMER = {

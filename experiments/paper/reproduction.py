@@ -101,19 +101,36 @@ def table2(model: str, **given: Value) -> Numbers:
     """Throughput over K and M, K=2 and M=1 is 1. The mini-batch is halved where it does not fit."""
     table, grid = f"table2-{model}", [(k, m) for m in (1, 4, 32) for k in (2, 4, 8)]
 
-    def rates(declared: Declared, full: FullSize) -> dict[tuple[int, int], float]:
+    def rates(declared: Declared, full: FullSize) -> dict[tuple[int, int], Fitted]:
+        width = f"width {declared['d_model']}, " if model == "transformer" else ""
         found = {}
         for k, m in grid:
             batch = int(declared["batch_size"])
             while batch >= m and not fits(full, declared, k, m, batch):
                 batch //= 2
-            found[k, m] = rate(full, declared, k, m, batch) if batch >= m else math.nan
+            speed = rate(full, declared, k, m, batch) if batch >= m else math.nan
+            found[k, m] = fitted(speed, f"{width}mini-batch {batch}")
         return found
 
     found = _first_that_fits("table2", model, rates, given)
-    values: Numbers = {(table, f"M={m}", f"K={k}"): found[k, m] / found[2, 1] for k, m in grid}
+    values: Numbers = {
+        (table, f"M={m}", f"K={k}"): fitted(speed / found[2, 1], speed.how) for (k, m), speed in found.items()
+    }
     row, column, divisor = SPEED_UPS[table]
     return values | {(SENTENCES, row, column): found[8, 32] / found[2, 32] / divisor}
+
+
+class Fitted(float):
+    """A number, and with which of the declared values the paper's run fits."""
+
+    how: str = ""
+
+
+def fitted(number: float, how: str) -> Fitted:
+    """The number and the words."""
+    found = Fitted(number)
+    found.how = how
+    return found
 
 
 def table3(model: str, **given: Value) -> Numbers:
@@ -310,7 +327,7 @@ def run(experiment: str, case: Case) -> Outcome:
         metrics.append(
             Metric(
                 name="computed", key=key, value=float(value) if known else None, unit=unit_of(table, row),
-                provenance="modelled", note="" if known else BASELINE,
+                provenance="modelled", note=getattr(value, "how", "") if known else BASELINE,
             )
         )  # fmt: skip
     return Outcome(tuple(metrics))

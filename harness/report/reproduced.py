@@ -104,6 +104,7 @@ def answers(records: Sequence[Record]) -> list[Result]:
                     table=table, row=row, column=column, question="as published", metric=metric,
                     spread=None if value in (None, 1) else spread(row, float(value or 0), error),
                     error=error, record=record, not_comparable=BASELINE if value is None else late,
+                    note="" if value is None else metric.note,
                 )
             )  # fmt: skip
     return found
@@ -278,6 +279,10 @@ def _table(table: str, unit: str, computed: Cells | None, beside: Cells | None, 
         """Row and column, as far as they are not the same all over."""
         return ", ".join(place[at] for at in varies)
 
+    def of_each(found: Cells | None) -> list[tuple[str, str]]:
+        """What is to be said of each number of ours."""
+        return [(label(each.place), each.entry.note) for of in found or () for each in of if each.entry]
+
     def number(cell: Comparison | None) -> list[str]:
         if cell is None or cell.ours is None or cell.ratio is None:
             return ["-", "-"]
@@ -306,9 +311,9 @@ def _table(table: str, unit: str, computed: Cells | None, beside: Cells | None, 
     below += [f"run here, not judged: {summed(*beside).numbers}"] if beside else []
     below = [fill(each, rest="  ") for each in below]
     whys = [(label(place), cell.reason) for place, cell in ours.items() if cell.verdict == "not comparable"]
-    below += _notes(whys, len(cells))
+    below += _notes([*whys, *of_each(computed)], len(cells))
     if notes:
-        own = [(label(each.place), each.entry.note) for found in beside or () for each in found if each.entry]
+        own = of_each(beside)
         numbers = [of_the_paper()[place] for place in cells]
         papers = [(label(each.key), note) for each in numbers for note in (each.erratum, each.note)]
         below += _notes([*own, *papers], len(cells))

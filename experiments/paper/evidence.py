@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper, of_the_paper
 from gpipe_bench.harness.record import (
-    REPRODUCTION,
     Metric,
     Record,
     Scalar,
@@ -31,7 +30,7 @@ from gpipe_bench.harness.record import (
     of_case,
 )
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.report.reproduced import NEXT, Place
+from gpipe_bench.harness.report.reproduced import NEXT, Place, answers
 from gpipe_bench.harness.reproduction import of_quotient
 from gpipe_bench.harness.verdict import Part, Result, Spread
 
@@ -243,11 +242,7 @@ def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> Da
     """Every number of the configurations of `records`, and what is published and computed for them."""
     from pandas import DataFrame
 
-    computed = {
-        (str(metric.key["table"]), str(metric.key["row"]), str(metric.key["column"])): metric
-        for record in of_case(records, "done", part=REPRODUCTION)
-        for metric in record.metrics
-    }
+    computed = {each.place: each for each in answers(records)}
     rows: list[dict[str, Any]] = []
     for number, record in enumerate(records):
         cells: Mapping[str, Any] = record.details.get("cells", {}) if record.status == "done" else {}
@@ -263,20 +258,25 @@ def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> Da
 
 
 _COLUMNS = (
-    "record", "title", "scale", "cell", "K", "M", "N", "why", "part", "batch", "metric", "value", "text", "n",
+    "record", "title", "scale", "cell", "K", "M", "N", "why", "part", "batch", "metric", "value", "low",
+    "high", "text", "n",
 )  # fmt: skip
 """Columns that are there whatever was measured."""
 
 
 def _numbers(
-    record: Record, facts: Mapping[str, Any], place: Place, computed: Metric | None
+    record: Record, facts: Mapping[str, Any], place: Place, computed: Result | None
 ) -> Iterator[dict[str, Any]]:
-    found = [(NAMES.get(each.name, each.name), each) for each in record.metrics if each.key == facts["key"]]
-    if computed is not None:
-        found.append((COMPUTED, computed))
-    for name, metric in found:
+    found = [
+        (NAMES.get(each.name, each.name), each, (each.low, each.high))
+        for each in record.metrics
+        if each.key == facts["key"]
+    ]
+    if computed is not None and computed.metric is not None:
+        found.append((COMPUTED, computed.metric, computed.range or (None, None)))
+    for name, metric, (low, high) in found:
         yield {
-            "metric": name, "value": metric.value, "low": metric.low, "high": metric.high,
+            "metric": name, "value": metric.value, "low": low, "high": high,
             "n": len(metric.samples), "provenance": metric.provenance, "text": interval(metric),
         }  # fmt: skip
     table, row, column = place
@@ -336,12 +336,27 @@ LOOKS: dict[str, tuple[str, Any]] = {
 """Marker and dashes by whose the line is."""
 
 
+TO_THE_ENDS: Mapping[str, Any] = {"estimator": "median", "errorbar": ("pi", 100)}
+"""How seaborn draws `with_ends`."""
+
+
+def with_ends(numbers: DataFrame) -> DataFrame:
+    """The rows, and two more for each computed number: the ends of the range that its error leaves."""
+    from pandas import concat
+
+    computed = numbers[(numbers.metric == COMPUTED) & numbers.low.notna()]
+    return concat([numbers, *(computed.assign(value=computed[end]) for end in ("low", "high"))])
+
+
 def lines(numbers: DataFrame, *, x: str, hue: str, y: str) -> Figure:
-    """A panel for each model: the paper's and ours over `x`, a line for each of `hue`."""
+    """A panel for each model: the paper's and ours over `x`, a line for each of `hue`, bars for the error of
+    what was computed.
+    """
     import seaborn
     from matplotlib.figure import Figure
 
-    shown = numbers[numbers.metric.isin(LOOKS) & numbers.value.notna()].rename(columns={"metric": "whose"})
+    shown = numbers[numbers.metric.isin(LOOKS) & numbers.value.notna()]
+    shown = with_ends(shown).rename(columns={"metric": "whose"})
     shown = shown.astype({hue: str, "value": float})
     models = shown.groupby("title", sort=False)
     figure = Figure(figsize=(4.4 * len(models) + 1.3, 3.6), layout="constrained")
@@ -350,7 +365,8 @@ def lines(numbers: DataFrame, *, x: str, hue: str, y: str) -> Figure:
         seaborn.lineplot(
             of, x=x, y="value", hue=hue, style="whose", style_order=there, palette="viridis", ax=axes,
             markers={whose: LOOKS[whose][0] for whose in there}, markersize=6, markeredgecolor="none",
-            dashes={whose: LOOKS[whose][1] for whose in there},
+            dashes={whose: LOOKS[whose][1] for whose in there}, err_style="bars", err_kws={"capsize": 3},
+            **TO_THE_ENDS,
         )  # fmt: skip
         ticks = sorted({*of[x]})
         axes.set_xscale("log", base=2)

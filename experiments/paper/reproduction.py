@@ -109,7 +109,7 @@ def table2(model: str, **given: Value) -> Numbers:
             while batch >= m and not fits(full, declared, k, m, batch):
                 batch //= 2
             speed = rate(full, declared, k, m, batch) if batch >= m else math.nan
-            found[k, m] = fitted(speed, f"{width}mini-batch {batch}")
+            found[k, m] = fitted(speed, f"computed with {width}mini-batch {batch}")
         return found
 
     found = _first_that_fits("table2", model, rates, given)

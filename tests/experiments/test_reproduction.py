@@ -175,6 +175,15 @@ def test_a_transformer_of_table_1_is_cut_by_all_its_products() -> None:
     assert [*operations("transformer", 3, 0, auxiliary_head=False)] == full.flops(2)
 
 
+def test_each_cell_of_table_2_says_its_width_and_mini_batch() -> None:
+    (record,) = of_case(Store(RECORDS).load("table2").records, part=REPRODUCTION, model="transformer")
+    said = {(each.key["row"], each.key["column"]): each.note for each in record.metrics}
+    for at, batch in ((("M=1", "K=2"), 2), (("M=4", "K=8"), 32)):
+        assert said[at] == f"computed with width 1024, mini-batch {batch}"
+    text = reproduced.text(compare(reproduced.answers([record]), whole=()))
+    assert "- M=1, K=2: computed with width 1024, mini-batch 2\n" in text
+
+
 TRANSFORMER = {
     "num_layers": 3, "d_model": 64, "ffn_dim": 256, "num_heads": 2, "seq_len": 16, "vocab_size": 100,
     "attention": "explicit",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -337,6 +338,28 @@ def test_others_numbers_are_judged_with_the_error_as_the_papers_are() -> None:
     assert {each.answer for each in ratios} == {"agrees", "differs"}
     others = [each for each in found if each.unit in ("samples/s", "GiB") and each.ours is not None]
     assert {each.answer for each in others} == {"no test"}
+
+
+# What the paper leaves open
+
+
+def test_the_appendix_names_what_moves_a_number_and_what_stays_as_declared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The link is among what is tried; a share that is nothing somewhere is moved from there."""
+    places = [("breakdown-v5", part, "share of the step") for part in ("setup", "bubble")]
+
+    def computed(model: str, **given: Any) -> dict[reproduced.Place, float]:
+        setup = 3.0 * (given["setup_place"] == "the first accelerator")
+        return {places[0]: setup, places[1]: given["link_bytes_per_s"] / 1e10}
+
+    monkeypatch.setitem(reproduction.COMPUTED, "table4", computed)
+    lines = reproduction.text("table4", "resnet101").splitlines()
+    (setup,), (bubble,) = ([each for each in lines if each.startswith(part)] for part in ("setup", "bubble"))
+    assert setup.endswith("setup_place 0 to 3")
+    assert bubble.endswith("link_bytes_per_s x2.65")
+    assert "As declared stay: memory_cap_bytes, link_latency_s" in lines[-1]
+    assert "link_bytes_per_s" in reproduction.settings_of("table3", "amoebanet")
 
 
 # The stride control

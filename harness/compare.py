@@ -193,8 +193,7 @@ def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
             f"our error of {percent(ours.error)} is above {100 * most:.0f} %, which is too large for a test"
         )
         return {**held, "verdict": "undecided", "reason": reason}
-    computed = ours.record is not None and ours.record.is_computed
-    verdict = _verdict(cell.kind, allowed, low, high, is_narrow=computed or _is_narrow(low, high))
+    verdict = _verdict(cell.kind, allowed, low, high, is_narrow=ours.error > 0 or _is_narrow(low, high))
     factor = None
     if verdict in DIFFERS:
         near, edge = (low, allowed.possible_high) if verdict == "above" else (high, allowed.possible_low)
@@ -211,18 +210,19 @@ def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
 
 
 def _verdict(kind: str, allowed: Allowed, low: float, high: float, *, is_narrow: bool) -> Verdict:
-    """A computed range counts as narrow: all its width is a declared error."""
+    """The range of a number with a declared error counts as narrow: all its width is that error."""
     edges = (low, high, allowed.possible_low, allowed.possible_high)
     slack = ULP * max(abs(edge) for edge in edges if math.isfinite(edge))
     if low > allowed.possible_high + slack:
         return "above"
     if high < allowed.possible_low - slack:
         return "below"
-    if kind == "identity":
-        return "identity"
+    agrees: Verdict = "identity" if kind == "identity" else "reproduced"
     if allowed.open:  # a bound holds where all of the range keeps to it, however wide that is
         inside = allowed.low - slack <= low and high <= allowed.high + slack
-        return "reproduced" if inside else "undecided"
+        return agrees if inside else "undecided"
+    if kind == "identity":
+        return agrees
     meets = low <= allowed.high + slack and high >= allowed.low - slack
     return "reproduced" if meets and is_narrow else "undecided"
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal, NamedTuple, TypeAlias, TypeVar
@@ -93,6 +93,7 @@ class Choice(_Setting, frozen=True, kw_only=True):
         source: where the rule finds it
         reason: where that needs a word
         known: whether earlier predictions had shown it to bring our numbers "towards" the paper's or "away"
+        declared: "afterwards" where what it leads to was known by then; it decides nothing
     """
 
     value: Value | tuple[Value, ...]
@@ -100,6 +101,7 @@ class Choice(_Setting, frozen=True, kw_only=True):
     source: Text
     known: Literal["", "towards", "away"]
     reason: str = ""
+    declared: Literal["", "afterwards"] = ""
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,6 +137,13 @@ class Reproduction(Struct, frozen=True):
     def of(self, table: str) -> dict[str, Choice]:
         """The choices of a table, by setting."""
         return {each.setting: each for each in self.choice if table in each.tables}
+
+    def declared_afterwards(self, tables: Collection[str]) -> str:
+        """Why numbers of these tables decide nothing; empty where no choice was declared afterwards."""
+        late = dict.fromkeys(
+            each.setting for each in self.choice if each.declared and not set(tables).isdisjoint(each.tables)
+        )
+        return f"{' and '.join(late)} declared when what that leads to was known" if late else ""
 
 
 def _check_once(settings: Sequence[_Setting]) -> None:
@@ -237,6 +246,11 @@ def _root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(fmean(value * value for value in values))
 
 
-def of_quotient(error: float) -> float:
-    """The error of a quotient of two predictions of this error, whose residuals are independent."""
-    return math.expm1(math.sqrt(2) * math.log1p(error))
+def of_quotient(error: float, numbers: int = 2) -> float:
+    """The error of a quotient of so many numbers of this error, whose residuals are independent."""
+    return math.expm1(math.sqrt(numbers) * math.log1p(error))
+
+
+def of_increase(error: float, increase: float) -> float:
+    """The error of an increase: a quotient of this error, less 1."""
+    return error * (1 + increase) / abs(increase) if increase else math.inf

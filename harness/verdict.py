@@ -7,7 +7,7 @@ in the paper it would have rejected. Our range names its parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -18,6 +18,15 @@ Verdict = Literal[
 ]  # fmt: skip
 JUDGED: tuple[Verdict, ...] = ("reproduced", "identity", "undecided", "above", "below")
 DIFFERS: tuple[Verdict, ...] = ("above", "below")
+
+Answer = Literal["agrees", "follows", "differs", "no test", "not judged", "not run"]
+"""The word that a reader sees for a verdict."""
+ANSWERS: tuple[Answer, ...] = get_args(Answer)
+"""Answers in the order in which counts list them."""
+WORDS: Mapping[Verdict, Answer] = {
+    "reproduced": "agrees", "identity": "follows", "undecided": "no test", "above": "differs",
+    "below": "differs", "not judged": "not judged", "not comparable": "no test", "not run": "not run",
+}  # fmt: skip
 
 Question = Literal["as published", "here"]
 """A number's question: whether our prediction for the paper's accelerators, at the paper's size, gives the
@@ -145,8 +154,14 @@ class Comparison(Place):
     command: str = ""
 
     def to_data(self) -> dict[str, Any]:
-        """The comparison's fields as data for other programs."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_THE_PAGE}
+        """The comparison's fields and its answer as data for other programs."""
+        data = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_THE_PAGE}
+        return {**data, "answer": self.answer}
+
+    @property
+    def answer(self) -> Answer:
+        """The one word for what it says."""
+        return WORDS[self.verdict]
 
     @property
     def label(self) -> str:

@@ -51,7 +51,9 @@ def _unknowns(name: str) -> None:
     from gpipe_bench.harness.report import reproduced
 
     if name not in reproduced.SECONDS:
-        raise ValueError(f"--unknowns: {name} has no declared choices; {', '.join(reproduced.SECONDS)} have")
+        raise ValueError(
+            f"--unknowns: {name} is not computed under other choices; {', '.join(reproduced.SECONDS)} are"
+        )
     for model in reproduced.SECONDS[name]:
         say(reproduction.text(name, model) + "\n")
 

@@ -40,7 +40,7 @@ from gpipe_bench.harness.report.page import (
     html,
     table_views,
 )
-from gpipe_bench.harness.report.table import MEANINGS, answer, judged, readable
+from gpipe_bench.harness.report.table import MEANINGS, judged, readable
 from gpipe_bench.harness.store import Store, latest, lines_of, write_whole
 from gpipe_bench.harness.verdict import Comparison
 
@@ -316,7 +316,7 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
     """Facts in words, by name, of the records by experiment; what none of them says is left out."""
     found = {"even_idle": f"{100 * idle_share(2, 8):.1f} to {100 * idle_share(8, 32):.1f} %"}
     answers = [
-        answer(cell)
+        cell.answer
         for name in reproduced.SECONDS
         for cells, _ in reproduced.cells(records.get(name, ())).values()
         for cell in cells

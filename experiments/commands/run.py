@@ -28,7 +28,7 @@ from gpipe_bench.harness import short_path
 from gpipe_bench.harness.experiment import Experiment, RunOptions, only_of
 from gpipe_bench.harness.record import Record, encode, printable
 from gpipe_bench.harness.report.grid import SCREEN, within
-from gpipe_bench.harness.report.table import Shown, answer, screen, shown_of
+from gpipe_bench.harness.report.table import Shown, screen, shown_of
 from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experiment, sensible_jobs
 from gpipe_bench.harness.store import Store, latest, select_records
 from gpipe_bench.harness.verdict import JUDGED, Comparison
@@ -220,7 +220,7 @@ def _status(result: RunResult, comparisons: Sequence[Comparison], arguments: arg
         said += [f"error: {len(result.unsaved)} results could not be written to {results}"]
     status = CASE_FAILED if said else DONE
     if arguments.assert_ and not said:
-        bad = [each for each in comparisons if answer(each) == "differs"]
+        bad = [each for each in comparisons if each.answer == "differs"]
         said += [f"{c.verdict}: {c.table} / {c.row} / {c.column}: {c.reason}" for c in bad]
         if not any(each.verdict in JUDGED for each in comparisons):
             said += ["nothing to assert: no cell has a number of ours and a comparable one of the paper"]

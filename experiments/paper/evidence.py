@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper, of_the_paper
 from gpipe_bench.harness.record import (
-    REPRODUCTION,
     Metric,
     Record,
     Scalar,
@@ -31,7 +30,8 @@ from gpipe_bench.harness.record import (
     of_case,
 )
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.report.reproduced import Place
+from gpipe_bench.harness.report.reproduced import NEXT, Place, answers
+from gpipe_bench.harness.reproduction import of_quotient
 from gpipe_bench.harness.verdict import Result, Spread
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ FEWEST_ERRORS = 3
 NOT_JUDGED = (
     "small models on this machine's cores against the paper's accelerators, so the cell is not judged"
 )
-Moves = Literal["as the step grows", "either way"]
-"""How a number moves when a step takes longer than its replay: throughput falls as it grows, and a share of
-the step may move either way."""
+Of = Literal["a step", "a quotient", "a quotient of quotients", "an increase"]
+"""What a replayed number is made of: a share of one step has the error of a replay; a quotient of two steps
+that of two, a quotient of two such quotients that of four; an increase is a quotient less 1, in percent."""
 
 
 def of_steps(records: Sequence[Record]) -> list[Record]:
@@ -113,10 +113,7 @@ def over_the_next(k: int, m: int, shares: Mapping[str, float]) -> float:
     return shares["recompute"] / max(shares[part] for part in shares.keys() - {"computation", "recompute"})
 
 
-OF_SHARES = {
-    "bubble observed over (K-1)/(M+K-1)": over_the_formula,
-    "recomputation over the next largest overhead": over_the_next,
-}
+OF_SHARES = {"bubble observed over (K-1)/(M+K-1)": over_the_formula, NEXT: over_the_next}
 """The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1, section
 4.2, says both of two and of four stages of ResNet-101. The number of each sentence, by its row."""
 
@@ -154,28 +151,27 @@ def least(
 
 
 def beside(
-    records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str,
-    moves: Moves = "either way",
-) -> Result:  # fmt: skip
+    records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str, of: Of
+) -> Result:
     """A cell that small models ran: it stands beside the paper's and is not judged."""
-    return _entry(records, record, place, metric, note, moves, NOT_JUDGED)
+    return _entry(records, record, place, metric, note, of, NOT_JUDGED)
 
 
 def sentence(
-    records: Sequence[Record], record: Record, row: str, column: str, metric: Metric | None, note: str
+    records: Sequence[Record], record: Record, at: tuple[str, str], metric: Metric | None, note: str, of: Of
 ) -> list[Result]:
-    """The entry of a sentence of the text, none where the records do not have what it is about."""
-    if metric is None:
-        return []
-    return [_entry(records, record, (SENTENCES, row, column), metric, note, "either way")]
+    """The entry of a sentence of the text, by row and column; none where the records do not have what it is
+    about.
+    """
+    return [] if metric is None else [_entry(records, record, (SENTENCES, *at), metric, note, of)]
 
 
 def _entry(
-    records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str, moves: Moves,
+    records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str, of: Of,
     context: str = "",
 ) -> Result:  # fmt: skip
     """A replayed number of a record with its range, by the replay's error in all records."""
-    spread = replayed_spread(metric, next_error(records, record.case["model"]), moves)
+    spread = replayed_spread(metric, next_error(records, record.case["model"]), of)
     table, row, column = place
     return Result(
         table=table, row=row, column=column, metric=metric, spread=spread, record=record, note=note,
@@ -212,21 +208,20 @@ def prediction_interval(errors: Sequence[float]) -> tuple[float, float]:
     return middle - reach, middle + reach
 
 
-def replayed_spread(metric: Metric | None, error: tuple[float, float] | None, moves: Moves) -> Spread | None:
-    """The range of a replayed number: its interval and the error of the replay (`next_error`). None where
-    there is no number or where the error is not known.
+def replayed_spread(metric: Metric | None, error: tuple[float, float] | None, of: Of) -> Spread | None:
+    """The range of a replayed number: its interval and the error of the replay (`next_error`), to both sides.
+    None where there is no number or where the error is not known.
     """
     if metric is None or metric.value is None or error is None:
         return None
     value = float(metric.value)
     low = value if metric.low is None else metric.low
     high = value if metric.high is None else metric.high
-    reach = max(map(abs, error))
-    ends = (-error[1], -error[0]) if moves == "as the step grows" else (-reach, reach)
-    least, most = map(math.exp, ends)
+    steps = {"a step": 1, "a quotient of quotients": 4}.get(of, 2)
+    most = 1 + of_quotient(math.expm1(max(map(abs, error))), steps)
+    rest = 100.0 if of == "an increase" else 0.0  # of the quotient
     parts = (interval_name(len(metric.samples)), "error of the replay")
-    # A difference may lie below zero.
-    return Spread(low=min(low * least, low * most), high=max(high * least, high * most), parts=parts)
+    return Spread(low=(low + rest) / most - rest, high=(high + rest) * most - rest, parts=parts)
 
 
 # Text and figures
@@ -240,11 +235,7 @@ def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> Da
     """Every number of the configurations of `records`, and what is published and computed for them."""
     from pandas import DataFrame
 
-    computed = {
-        (str(metric.key["table"]), str(metric.key["row"]), str(metric.key["column"])): metric
-        for record in of_case(records, "done", part=REPRODUCTION)
-        for metric in record.metrics
-    }
+    computed = {each.place: each for each in answers(records)}
     rows: list[dict[str, Any]] = []
     for number, record in enumerate(records):
         cells: Mapping[str, Any] = record.details.get("cells", {}) if record.status == "done" else {}
@@ -260,20 +251,25 @@ def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> Da
 
 
 _COLUMNS = (
-    "record", "title", "scale", "cell", "K", "M", "N", "why", "part", "batch", "metric", "value", "text", "n",
+    "record", "title", "scale", "cell", "K", "M", "N", "why", "part", "batch", "metric", "value", "low",
+    "high", "text", "n",
 )  # fmt: skip
 """Columns that are there whatever was measured."""
 
 
 def _numbers(
-    record: Record, facts: Mapping[str, Any], place: Place, computed: Metric | None
+    record: Record, facts: Mapping[str, Any], place: Place, computed: Result | None
 ) -> Iterator[dict[str, Any]]:
-    found = [(NAMES.get(each.name, each.name), each) for each in record.metrics if each.key == facts["key"]]
-    if computed is not None:
-        found.append((COMPUTED, computed))
-    for name, metric in found:
+    found = [
+        (NAMES.get(each.name, each.name), each, (each.low, each.high))
+        for each in record.metrics
+        if each.key == facts["key"]
+    ]
+    if computed is not None and computed.metric is not None:
+        found.append((COMPUTED, computed.metric, computed.range or (None, None)))
+    for name, metric, (low, high) in found:
         yield {
-            "metric": name, "value": metric.value, "low": metric.low, "high": metric.high,
+            "metric": name, "value": metric.value, "low": low, "high": high,
             "n": len(metric.samples), "provenance": metric.provenance, "text": interval(metric),
         }  # fmt: skip
     table, row, column = place
@@ -333,12 +329,27 @@ LOOKS: dict[str, tuple[str, Any]] = {
 """Marker and dashes by whose the line is."""
 
 
+TO_THE_ENDS: Mapping[str, Any] = {"estimator": "median", "errorbar": ("pi", 100)}
+"""How seaborn draws `with_ends`."""
+
+
+def with_ends(numbers: DataFrame) -> DataFrame:
+    """The rows, and two more for each computed number: the ends of the range that its error leaves."""
+    from pandas import concat
+
+    computed = numbers[(numbers.metric == COMPUTED) & numbers.low.notna()]
+    return concat([numbers, *(computed.assign(value=computed[end]) for end in ("low", "high"))])
+
+
 def lines(numbers: DataFrame, *, x: str, hue: str, y: str) -> Figure:
-    """A panel for each model: the paper's and ours over `x`, a line for each of `hue`."""
+    """A panel for each model: the paper's and ours over `x`, a line for each of `hue`, bars for the error of
+    what was computed.
+    """
     import seaborn
     from matplotlib.figure import Figure
 
-    shown = numbers[numbers.metric.isin(LOOKS) & numbers.value.notna()].rename(columns={"metric": "whose"})
+    shown = numbers[numbers.metric.isin(LOOKS) & numbers.value.notna()]
+    shown = with_ends(shown).rename(columns={"metric": "whose"})
     shown = shown.astype({hue: str, "value": float})
     models = shown.groupby("title", sort=False)
     figure = Figure(figsize=(4.4 * len(models) + 1.3, 3.6), layout="constrained")
@@ -347,7 +358,8 @@ def lines(numbers: DataFrame, *, x: str, hue: str, y: str) -> Figure:
         seaborn.lineplot(
             of, x=x, y="value", hue=hue, style="whose", style_order=there, palette="viridis", ax=axes,
             markers={whose: LOOKS[whose][0] for whose in there}, markersize=6, markeredgecolor="none",
-            dashes={whose: LOOKS[whose][1] for whose in there},
+            dashes={whose: LOOKS[whose][1] for whose in there}, err_style="bars", err_kws={"capsize": 3},
+            **TO_THE_ENDS,
         )  # fmt: skip
         ticks = sorted({*of[x]})
         axes.set_xscale("log", base=2)

@@ -100,12 +100,12 @@ def cells(records: Sequence[Record]) -> list[Result]:
             count = record.details["cells"][name]["num_microbatches"]
             if metric is not None and count != TIMED_MICROBATCHES:
                 place = _place(record, name)
-                found.append(evidence.beside(records, record, place, metric, note, "as the step grows"))
+                found.append(evidence.beside(records, record, place, metric, note, "a quotient"))
         if base == "naive-1":
-            pair, column = (of[base], of.get("pipeline-1")), "pipeline-1 / naive-1, ResNet-101"
+            pair, at = (of[base], of.get("pipeline-1")), "pipeline-1 / naive-1, ResNet-101"
             extra = evidence.derived("extra time", lambda a, b: 100 * (a / b - 1), *pair, unit="%")
             note = "Seconds of a step with re-materialization over those without, less one"
-            found += evidence.sentence(records, record, reproduced.EXTRA, column, extra, note)
+            found += evidence.sentence(records, record, (reproduced.EXTRA, at), extra, note, "an increase")
     return found + reproduced.answers(records)
 
 
@@ -136,7 +136,8 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     """Bars for each model, the paper's beside ours."""
     bars = picture(
         name="figure3",
-        caption="Figure 3 of the first version: speed-up over the number of partitions",
+        caption="Figure 3 of the first version: speed-up over the number of partitions; ours computed, with "
+        "its error",
         alt="Ours beside the paper's and torchgpipe's speed-ups for each number of partitions.",
         draw=partial(_bars, records),
     )
@@ -149,11 +150,14 @@ def _bars(records: Sequence[Record]) -> Figure:
 
     numbers = _steps(evidence.long(records, _place))
     shown = numbers[numbers.metric.isin(BARS) & (numbers.M != TIMED_MICROBATCHES) & numbers.value.notna()]
-    models = shown.groupby("title", sort=False)
+    models = evidence.with_ends(shown).groupby("title", sort=False)
     figure = Figure(figsize=(4.8 * len(models), 3.6), layout="constrained")
     for axes, (_, of) in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
         there = [whose for whose in BARS if whose in {*of.metric}]
-        seaborn.barplot(of, x="cell", y="value", hue="metric", hue_order=there, palette=BARS, ax=axes)
+        seaborn.barplot(
+            of, x="cell", y="value", hue="metric", hue_order=there, palette=BARS, ax=axes,
+            err_kws={"linewidth": 1}, capsize=0.3, **evidence.TO_THE_ENDS,
+        )  # fmt: skip
         axes.set(xlabel="", ylabel=f"throughput, {of.cell.iloc[0]} is 1")
         axes.set_title(evidence.scaled(of.title.iloc[0], of.scale.iloc[0]), fontsize=9)
         axes.legend(title="", fontsize=7.5, loc="upper left")

@@ -25,7 +25,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import convert, load_paper, show
 from gpipe_bench.harness.record import Metric, Record, Scalar
 from gpipe_bench.harness.report.grid import fill, numbers_text
-from gpipe_bench.harness.report.reproduced import Place, errors
+from gpipe_bench.harness.report.reproduced import KINDS, Place, errors, spread
 from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.harness.verdict import Result
 from gpipe_bench.pipeline.plan.partition import Partition
@@ -47,7 +47,7 @@ SIX_228 = {"num_layers": 18, "num_filters": 228, "image_size": 331, "num_classes
 """Six cells in each of three stacks; no auxiliary head, as the 557 million of AmoebaNet-B are counted."""
 
 NOTES = {
-    "torchgpipe": "Predicted for a P40 by its published peaks, with torchgpipe's batches and cuts.",
+    "torchgpipe": "predicted for a P40 by its published peaks, with torchgpipe's batches and cuts",
     "memory": (
         "ours is the sum of the accelerators' peaks in bytes that tensors hold, and nothing in it is open; "
         "the published one is what the allocator had reserved"
@@ -59,6 +59,7 @@ NOTES = {
     "count": "Counted on the zoo's AmoebaNet-C.",
 }
 """What is said of the numbers of a part; all but the count are torchgpipe's."""
+OWN_ERROR = "the error was measured on these numbers, as the quotients of ours and theirs scatter"
 DIRECT_SKIPS = (
     "over more than two stages torchgpipe sends a skip directly from the stage that makes it to the one "
     "that takes it; predicted steps have links between neighbours only"
@@ -196,11 +197,14 @@ def cells(records: Sequence[Record]) -> list[Result]:
         part = str(record.case["part"])
         for metric in record.metrics:
             table, row, column = (str(metric.key[name]) for name in ("table", "row", "column"))
+            value, kind = float(metric.value or 0.0), KINDS.get(metric.unit)
+            error = 0.0 if kind is None else errors()[kind].error
             found.append(
                 Result(
                     table=table, row=row, column=column, question="as published",
-                    source="paper" if part == "count" else "torchgpipe",
-                    metric=metric, record=record, note=NOTES[part],
+                    source="paper" if part == "count" else "torchgpipe", metric=metric,
+                    spread=spread(row, value, error) if error else None, error=error, record=record,
+                    note=f"{NOTES[part]}; {OWN_ERROR}" if error else NOTES[part],
                 )
             )  # fmt: skip
     if any(record.case.get("script") == "unet" for record in known):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpipe_bench.experiments.paper.evidence import OF_SHARES, SPEED_UPS, Worst, worst
 from gpipe_bench.experiments.paper.full_size import FullSize, Step, of_the_paper
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 Numbers = dict[Place, float]
 """NaN where the paper's own run does not fit; of a sentence about several K the worst."""
+
+Key = TypeVar("Key")
+Rate = TypeVar("Rate", bound=float)
 
 ACCELERATORS = {**TPUS, P100_16.name: P100_16}
 MOST_EXAMPLES = 1024
@@ -101,19 +104,36 @@ def table2(model: str, **given: Value) -> Numbers:
     """Throughput over K and M, K=2 and M=1 is 1. The mini-batch is halved where it does not fit."""
     table, grid = f"table2-{model}", [(k, m) for m in (1, 4, 32) for k in (2, 4, 8)]
 
-    def rates(declared: Declared, full: FullSize) -> dict[tuple[int, int], float]:
+    def rates(declared: Declared, full: FullSize) -> dict[tuple[int, int], Fitted]:
+        width = f"width {declared['d_model']}, " if model == "transformer" else ""
         found = {}
         for k, m in grid:
             batch = int(declared["batch_size"])
             while batch >= m and not fits(full, declared, k, m, batch):
                 batch //= 2
-            found[k, m] = rate(full, declared, k, m, batch) if batch >= m else math.nan
+            speed = rate(full, declared, k, m, batch) if batch >= m else math.nan
+            found[k, m] = fitted(speed, f"computed with {width}mini-batch {batch}")
         return found
 
     found = _first_that_fits("table2", model, rates, given)
-    values: Numbers = {(table, f"M={m}", f"K={k}"): found[k, m] / found[2, 1] for k, m in grid}
+    values: Numbers = {
+        (table, f"M={m}", f"K={k}"): fitted(speed / found[2, 1], speed.how) for (k, m), speed in found.items()
+    }
     row, column, divisor = SPEED_UPS[table]
     return values | {(SENTENCES, row, column): found[8, 32] / found[2, 32] / divisor}
+
+
+class Fitted(float):
+    """A number, and with which of the declared values the paper's run fits."""
+
+    how: str = ""
+
+
+def fitted(number: float, how: str) -> Fitted:
+    """The number and the words."""
+    found = Fitted(number)
+    found.how = how
+    return found
 
 
 def table3(model: str, **given: Value) -> Numbers:
@@ -132,13 +152,13 @@ def table3(model: str, **given: Value) -> Numbers:
 
 
 def _first_that_fits(
-    experiment: str, model: str, rates: Callable[[Declared, FullSize], dict[Any, float]],
+    experiment: str, model: str, rates: Callable[[Declared, FullSize], Mapping[Key, Rate]],
     given: Mapping[str, Value],
-) -> dict[Any, float]:  # fmt: skip
+) -> Mapping[Key, Rate]:  # fmt: skip
     """The rates with the first width under which all of them are there, else with the last."""
     table = f"{experiment}-{model}"
     widths = Declared(table).choices["d_model"].value if model == "transformer" else 0
-    found: dict[Any, float] = {}
+    found: Mapping[Key, Rate] = {}
     for width in widths if isinstance(widths, tuple) else (widths,):
         declared = Declared(table, **given, **({"d_model": width} if width else {}))
         found = rates(declared, _model(experiment, model, declared))
@@ -310,7 +330,7 @@ def run(experiment: str, case: Case) -> Outcome:
         metrics.append(
             Metric(
                 name="computed", key=key, value=float(value) if known else None, unit=unit_of(table, row),
-                provenance="modelled", note="" if known else BASELINE,
+                provenance="modelled", note=getattr(value, "how", "") if known else BASELINE,
             )
         )  # fmt: skip
     return Outcome(tuple(metrics))
@@ -327,7 +347,7 @@ def unit_of(table: str, row: str) -> str:
 TABLES = {"table4": "breakdown-v5", "computed": "control-stride"}
 """Table of the unknowns by experiment, where it is not named after the experiment and the model."""
 HELD = (
-    "num_classes", "memory_cap_bytes", "link_bytes_per_s", "link_latency_s", "filters_step", "num_layers",
+    "num_classes", "memory_cap_bytes", "link_latency_s", "filters_step", "num_layers",
     "gradient_copies", "boundary_tensors", "sequence_length", "vocab_size", "stage_balance", "d_model",
     "kept_by", "tensor_layout", "auxiliary_head",
     "accelerator", "host_bytes_per_s", "model", "update_counts", "batch_choice",
@@ -338,13 +358,14 @@ HELD = (
 
 def settings_of(experiment: str, model: str) -> dict[str, tuple[Value, ...]]:
     """Values that are tried, by setting: the listed ones, or both ends and the middle of a range."""
-    unknown = load_unknowns().of(TABLES.get(experiment, f"{experiment}-{model}"))
     searched = ("batch_size",) if experiment in ("figure3", "table4") else ()
-    return {
-        name: points(each)
-        for name, each in unknown.items()
-        if name not in (*HELD, *searched) and len(points(each)) > 1
-    }
+    found = _of_several_values(experiment, model)
+    return {name: values for name, values in found.items() if name not in (*HELD, *searched)}
+
+
+def _of_several_values(experiment: str, model: str) -> dict[str, tuple[Value, ...]]:
+    unknown = load_unknowns().of(TABLES.get(experiment, f"{experiment}-{model}"))
+    return {name: values for name, each in unknown.items() if len(values := points(each)) > 1}
 
 
 def sweep(experiment: str, model: str) -> pd.DataFrame:
@@ -371,6 +392,23 @@ def sweep(experiment: str, model: str) -> pd.DataFrame:
     return pd.DataFrame(found, index=pd.MultiIndex.from_tuples(rows, names=list(settings)))
 
 
+def _moved_most(values: pd.Series[float]) -> str:
+    """The setting that moves the median most: `share_of_peak x1.62`, or from where to where it is moved from
+    nothing.
+    """
+    found = {level: values.groupby(level=level).median() for level in values.index.names}
+    moves = {level: (each.min(), each.max()) for level, each in found.items() if len(each)}
+    if not moves:
+        return ""
+    most = max(moves, key=lambda level: _times(*moves[level]))
+    (low, high), times = moves[most], _times(*moves[most])
+    return f"{most} x{times:.2f}" if math.isfinite(times) else f"{most} {low:.3g} to {high:.3g}"
+
+
+def _times(low: float, high: float) -> float:
+    return 1.0 if low == high else high / low if low else math.inf
+
+
 def text(experiment: str, model: str) -> str:
     """For each number: the paper's, the range, the share of settings that meet it, and what moves it most."""
     frame = sweep(experiment, model)
@@ -378,16 +416,16 @@ def text(experiment: str, model: str) -> str:
     lines, met = [], frame.notna()
     for name in frame:
         cell, values = cells[name], frame[name].dropna()
-        error = 1 + error_of(cell.table, cell.row, float(values.median()))
+        error = 1 + error_of(cell.table, cell.row, float(values.median()) if len(values) else None)
         met[name] = (frame[name] * error >= cell.target - cell.target_rounding) & (
             frame[name] / error <= cell.target + cell.target_rounding
         )
-        effects = {level: values.groupby(level=level).median() for level in frame.index.names}
-        most = max(effects, key=lambda level: effects[level].max() / effects[level].min(), default="")
-        by = effects[most].max() / effects[most].min() if most and len(values) else 1.0
         span = f"{values.min():.3g} to {values.max():.3g}" if len(values) else "nothing fits"
         share = f"{100 * met[name].mean():.0f} %"
-        lines.append([f"{cell.row}, {cell.column}", cell.printed, span, share, f"{most} x{by:.2f}"])
-    whole = fill(f"{int(met.all(axis=1).sum())} of {len(frame):,} combinations give the whole table.")
+        lines.append([f"{cell.row}, {cell.column}", cell.printed, span, share, _moved_most(values)])
+    whole = f"{int(met.all(axis=1).sum())} of {len(frame):,} combinations give the whole table."
+    if held := [name for name in _of_several_values(experiment, model) if name in HELD]:
+        whole += f" As declared stay: {', '.join(held)}."
+    whole = fill(whole)
     headers = ["", "paper", "over all settings", "meet it", "moved most by"]
     return numbers_text(f"{experiment}, {model}: what the paper leaves open", headers, lines, whole)

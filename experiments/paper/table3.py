@@ -93,16 +93,16 @@ def cells(records: Sequence[Record]) -> list[Result]:
         for k in stage_counts(record):
             metric = record.metric("normalised throughput", link=record.details["judged"], K=k)
             if metric is not None:  # else nothing to be relative to: the steps of K = 2 found no room
-                place = (TABLES[model], "M=32", f"K={k}")
-                found.append(evidence.beside(records, record, place, metric, note, "as the step grows"))
+                cell = (TABLES[model], "M=32", f"K={k}")
+                found.append(evidence.beside(records, record, cell, metric, note, "a quotient"))
         slow, fast = (
             record.metric("normalised throughput", link=link, K=8)
             for link in (record.details["judged"], "free link")
         )
         kept = evidence.derived("speed-up without over with", truediv, slow, fast)
-        row = "speed-up from 2 to 8 without a fast link over that with one"
+        place = "speed-up from 2 to 8 without a fast link over that with one", NAMES[model]
         note = "K = 8 over K = 2 over the slowed link, over the same over a free link; both of the same cut"
-        found += evidence.sentence(records, record, row, NAMES[model], kept, note)
+        found += evidence.sentence(records, record, place, kept, note, "a quotient of quotients")
     return [*found, *reproduced.answers(records)]
 
 
@@ -155,9 +155,9 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     laid_out = evidence.by_model(records, TABLES, part="steps")
     lines = picture(
         name="table3-throughput",
-        caption="Table 3: throughput without a fast link, the paper's, ours computed at its size, and "
-        "laid out from scaled models timed here, also over a free link (where its line lies upon the other, "
-        "the link costs nothing)",
+        caption="Table 3: throughput without a fast link, the paper's, ours computed at its size, with its "
+        "error, and laid out from scaled models timed here, also over a free link (where its line lies upon "
+        "the other, the link costs nothing)",
         alt="Lines over K for each link, the paper's and ours; every number stands in the table above.",
         draw=partial(_throughput, records, laid_out),
     )
@@ -167,7 +167,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 def _throughput(records: Sequence[Record], laid_out: Mapping[str, Record]) -> Figure:
     from pandas import DataFrame
 
-    computed = {(each.table, each.column): each.metric for each in reproduced.answers(records)}
+    computed = {(each.table, each.column): each for each in reproduced.answers(records)}
     rows = []
     for model, record in laid_out.items():
         printed = evidence.published(TABLES[model])
@@ -178,12 +178,16 @@ def _throughput(records: Sequence[Record], laid_out: Mapping[str, Record]) -> Fi
             ]
             slow = LINKS[SAME_SHARE]
             numbers.append((evidence.PAPER, slow, printed.get(("paper", "M=32", f"K={k}"))))
-            numbers.append((evidence.COMPUTED, slow, computed.get((TABLES[model], f"K={k}"))))
             at = {"title": record.details["title"], "scale": record.details["scale"], "K": k}
+            at |= {"low": None, "high": None}
             rows += [
                 {**at, "metric": whose, "link": link, "value": None if number is None else number.value}
                 for whose, link, number in numbers
             ]
+            of = computed.get((TABLES[model], f"K={k}"))
+            if of is not None and of.metric is not None and of.range is not None:
+                (low, high), whose = of.range, {"metric": evidence.COMPUTED, "link": slow}
+                rows.append({**at, **whose, "value": of.metric.value, "low": low, "high": high})
     return evidence.lines(DataFrame(rows), x="K", hue="link", y="throughput, K = 2 is 1")
 
 

@@ -109,7 +109,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
     if shares[4]:
         cells.append((("breakdown-v1", "load imbalance", "K=4"), shares[4]["load imbalance"]))
     results = [
-        evidence.beside(records, record, place, metric, SETUP if place[1] == "setup" else note)
+        evidence.beside(records, record, place, metric, SETUP if place[1] == "setup" else note, "a step")
         for place, metric in cells
     ]
     for (row, number), note in zip(evidence.OF_SHARES.items(), NOTES, strict=True):
@@ -123,7 +123,8 @@ def cells(records: Sequence[Record]) -> list[Result]:
             least = evidence.worst(row, JUDGED_COLUMN, numbers)
             metric = next(ratio for ratio in ratios.values() if ratio.value == least)
             metric = replace(metric, key={"over": least.over})
-            results += evidence.sentence(records, record, row, JUDGED_COLUMN, metric, note)
+            of: evidence.Of = "a quotient" if row == reproduced.NEXT else "a step"
+            results += evidence.sentence(records, record, (row, JUDGED_COLUMN), metric, note, of)
     return [*results, *reproduced.answers(records)]
 
 

@@ -21,20 +21,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.compare import absent, judge, peers_of
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.paper import PaperNumber, PaperTable, show
+from gpipe_bench.harness.paper import PaperNumber, PaperTable, percent, show
 from gpipe_bench.harness.report import table as tables_of_words
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.report.table import (
-    ANSWERS,
     MEANINGS,
-    Answer,
     Table,
-    answer,
     numbered,
     parts_of,
     range_text,
 )
-from gpipe_bench.harness.verdict import QUESTIONS, Comparison
+from gpipe_bench.harness.verdict import ANSWERS, QUESTIONS, Answer, Comparison
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -84,13 +81,14 @@ def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Pa
         given[name] = "-" if cell.ours is None else show(cell.ours, cell.unit, DIGITS)
         given[f"{name}.paper"] = cell.printed
         given[f"{name}.range"] = range_text(cell, DIGITS) or "-"
+        given[f"{name}.error"] = percent(cell.entry.error) if cell.entry and cell.entry.error else "-"
 
     def filled(text: str) -> str:
         return _PLACE.sub(lambda match: given.get(match[1], "-"), text)
 
     claims = []
     for claim in words["claim"]:
-        said = [answer(found[name]) if name in found else "not run" for name in claim["answers"]]
+        said = [found[name].answer if name in found else "not run" for name in claim["answers"]]
         word = ", ".join(dict.fromkeys(said) if len(set(said)) == 1 else said)
         claims.append((*(filled(claim[name]) for name in ("says", "paper", "ours", "how")), word))
     paragraphs = tuple(map(filled, words["answer"]))
@@ -226,7 +224,7 @@ def cells_csv(tables: Sequence[TableView]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for cell in (row for table in tables for row in table.rows):
-        writer.writerow([answer(cell) if name == "answer" else getattr(cell, name) for name in COLUMNS])
+        writer.writerow([getattr(cell, name) for name in COLUMNS])
     return text.getvalue()
 
 
@@ -250,7 +248,7 @@ def html(page: Page) -> str:
     words = tables_of_words
     environment.filters.update(
         ours=lambda cell: show(cell.ours, cell.unit), spread=words.spread_text, ratio=words.ratio_text,
-        answer=answer, counts=words.counts_text, key=lambda cell: "|".join(cell.key),
+        counts=words.counts_text, key=lambda cell: "|".join(cell.key),
         capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
         marked=_marked, breakable=_breakable,
     )  # fmt: skip

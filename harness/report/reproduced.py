@@ -18,9 +18,17 @@ from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.paper import SENTENCES, convert, load_paper, of_the_paper, percent, show
 from gpipe_bench.harness.record import REPRODUCTION, Record, of_case
 from gpipe_bench.harness.report.grid import fill, numbers_text
-from gpipe_bench.harness.report.table import Answer, answer, is_beside
-from gpipe_bench.harness.reproduction import Kind, PredictorError, Published, of_quotient, predictor_errors
-from gpipe_bench.harness.verdict import Comparison, Result, Spread
+from gpipe_bench.harness.report.table import is_beside
+from gpipe_bench.harness.reproduction import (
+    Kind,
+    PredictorError,
+    Published,
+    load_reproduction,
+    of_increase,
+    of_quotient,
+    predictor_errors,
+)
+from gpipe_bench.harness.verdict import Answer, Comparison, Result, Spread
 
 Place = tuple[str, str, str]
 """Table, row and column."""
@@ -36,6 +44,7 @@ CLAIMS = (
 )
 """Row, half and the two columns that are divided."""
 EXTRA = "extra time by recomputation"
+NEXT = "recomputation over the next largest overhead"
 STRIDE = "control-stride"
 COUNTED = "parameters over the original's"
 """The row of a quotient of two exact counts."""
@@ -63,15 +72,18 @@ def errors() -> dict[Kind, PredictorError]:
 
 
 def error_of(table: str, row: str, value: float | None = None) -> float:
-    """The error of a computed number, as a factor minus 1. That of a share of the step, whose `value` is in
-    per cent, is that of the ratio of its part to the rest, times the share that is left.
+    """The error of a computed number, as a factor minus 1. `value` is in per cent: a share of the step has
+    the error of the ratio of its part to the rest, times the share that is left; an increase that of the
+    quotient, over it.
     """
     if row == COUNTED:
         return 0.0
     known = errors()[_kind(table, row)].error
     if table.startswith("breakdown") and value is not None:
         return known * (1 - value / 100)
-    return of_quotient(known) if table in ("claims", STRIDE) else known
+    if row == EXTRA and value is not None:
+        return of_increase(known, value / 100)
+    return of_quotient(known) if row == NEXT or table in ("claims", STRIDE) else known
 
 
 def _kind(table: str, row: str) -> Kind:
@@ -83,25 +95,28 @@ def answers(records: Sequence[Record]) -> list[Result]:
     """Our number for every one of the paper that the records compute, with the predictor's error."""
     found = []
     for record in of_case(records, "done", part=REPRODUCTION):
+        late = load_reproduction().declared_afterwards({str(each.key["table"]) for each in record.metrics})
         for metric in record.metrics:
             table, row, column = (str(metric.key[name]) for name in ("table", "row", "column"))
             value, error = metric.value, error_of(table, row, metric.value)
             found.append(
                 Result(
                     table=table, row=row, column=column, question="as published", metric=metric,
-                    spread=None if value in (None, 1) else _spread(row, float(value or 0), error),
-                    error=error, record=record, not_comparable=BASELINE if value is None else "",
+                    spread=None if value in (None, 1) else spread(row, float(value or 0), error),
+                    error=error, record=record, not_comparable=BASELINE if value is None else late,
+                    note="" if value is None else metric.note,
                 )
             )  # fmt: skip
     return found
 
 
-def _spread(row: str, value: float, error: float) -> Spread:
-    if row == EXTRA:  # a quotient of two times as an increase
-        ends = sorted(100 * ((1 + value / 100) * factor - 1) for factor in (1 / (1 + error), 1 + error))
-    else:
-        ends = sorted((value / (1 + error), value * (1 + error)))
-    return Spread(low=ends[0], high=ends[1], parts=("error of the predictor",))
+def spread(row: str, value: float, error: float) -> Spread:
+    """The range of a computed number with this error."""
+    rest = 0.0
+    if row == EXTRA:  # of a quotient of two times, which is what errs
+        rest, error = 100.0, error * value / (100 + value)
+    low, high = ((value + rest) * factor - rest for factor in (1 / (1 + error), 1 + error))
+    return Spread(low=low, high=high, parts=("error of the predictor",))
 
 
 Cells = tuple[list[Comparison], list[Comparison]]
@@ -139,8 +154,8 @@ def by_the_bubble(cells: Sequence[Comparison], fixed: Sequence[Comparison]) -> l
     for cell in cells:
         if (entry := cell.entry) is not None and entry.metric is not None:
             value = speed(cell) / speed(fixed[0])
-            metric, spread = replace(entry.metric, value=value), _spread(cell.row, value, entry.error)
-            found.append(replace(entry, metric=metric, spread=spread, not_comparable=""))
+            metric, ends = replace(entry.metric, value=value), spread(cell.row, value, entry.error)
+            found.append(replace(entry, metric=metric, spread=ends, not_comparable=""))
     return compare(found, whole=())
 
 
@@ -190,7 +205,7 @@ def summed(cells: Sequence[Comparison], fixed: Sequence[Comparison] = ()) -> Sum
         if (a := _numbers(one)) and (b := _numbers(other)) and a[0] != b[0]
     ]
     return Summed(
-        Counter(map(answer, cells)),
+        Counter(cell.answer for cell in cells),
         median(abs(ours / paper - 1) for paper, ours in known) if known else None,
         _rank_correlation(known),
         sum(paper * ours > 0 for paper, ours in moves),
@@ -263,6 +278,10 @@ def _table(table: str, unit: str, computed: Cells | None, beside: Cells | None, 
         """Row and column, as far as they are not the same all over."""
         return ", ".join(place[at] for at in varies)
 
+    def of_each(found: Cells | None) -> list[tuple[str, str]]:
+        """What is to be said of each number of ours."""
+        return [(label(each.place), each.entry.note) for of in found or () for each in of if each.entry]
+
     def number(cell: Comparison | None) -> list[str]:
         if cell is None or cell.ours is None or cell.ratio is None:
             return ["-", "-"]
@@ -281,7 +300,7 @@ def _table(table: str, unit: str, computed: Cells | None, beside: Cells | None, 
         if "torchgpipe" in headers:
             line.append(cell.peer_printed or "-")
         if computed is not None:
-            line += [*number(ours.get(place)), answer(ours[place]) if place in ours else ""]
+            line += [*number(ours.get(place)), ours[place].answer if place in ours else ""]
         if beside is not None:
             line += number(theirs.get(place))
         lines.append(line)
@@ -290,8 +309,10 @@ def _table(table: str, unit: str, computed: Cells | None, beside: Cells | None, 
         below.append(f"baseline, the bubble's formula alone with the same error: {summed(bare, computed[1])}")
     below += [f"run here, not judged: {summed(*beside).numbers}"] if beside else []
     below = [fill(each, rest="  ") for each in below]
+    whys = [(label(place), cell.reason) for place, cell in ours.items() if cell.verdict == "not comparable"]
+    below += _notes([*whys, *of_each(computed)], len(cells))
     if notes:
-        own = [(label(each.place), each.entry.note) for found in beside or () for each in found if each.entry]
+        own = of_each(beside)
         numbers = [of_the_paper()[place] for place in cells]
         papers = [(label(each.key), note) for each in numbers for note in (each.erratum, each.note)]
         below += _notes([*own, *papers], len(cells))

@@ -11,36 +11,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import SENTENCES, percent, show, show_interval, show_with_interval
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, Grid, fill, within
-from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Result, Verdict
+from gpipe_bench.harness.verdict import ANSWERS, QUESTIONS, Answer, Comparison, Result
 
-Answer = Literal["agrees", "follows", "differs", "no test", "not judged", "not run"]
-ANSWERS: tuple[Answer, ...] = get_args(Answer)
-"""Answers in the order in which counts list them."""
-WORDS: Mapping[Verdict, Answer] = {
-    "reproduced": "agrees", "identity": "follows", "undecided": "no test", "above": "differs",
-    "below": "differs", "not judged": "not judged", "not comparable": "no test", "not run": "not run",
-}  # fmt: skip
 MEANINGS: Mapping[Answer, str] = {
     "agrees": "the printed number, with its rounding, meets ours with its error",
     "follows": "it follows by arithmetic, could not have come out otherwise, and is counted apart",
     "differs": "all of ours, with its error, lies beside the printed number, or memory ran out",
     "no test": "our error is so large that ours would meet much else (computed: above 25 %; run here: above "
-    "20 % to either side), or what it stands over does not fit",
+    "20 % to either side), what it stands over does not fit, or it was declared afterwards",
     "not judged": "a cell of a table that small models ran here; the paper's sentences about it are judged",
     "not run": "none of ours is on record, as in smaller profiles; a note may say why",
 }
-
-
-def answer(cell: Comparison) -> Answer:
-    """The one word for what a comparison says."""
-    return WORDS[cell.verdict]
 
 
 Part = Literal["as published", "here", "others' numbers"]
@@ -228,7 +216,7 @@ def ours_with_error(entry: Comparison) -> str:
     metric = None if entry.entry is None else entry.entry.metric
     over = None if metric is None else metric.key.get("over")  # the number at each K
     said = f" ({over})" if over else ""
-    if entry.is_computed and entry.parts:
+    if entry.entry is not None and entry.entry.error:
         return f"{show(entry.ours, entry.unit, _FEW)} {spread_text(entry)}{said}"
     return show_with_interval(entry.ours, entry.low, entry.high, entry.unit) + said
 
@@ -244,7 +232,7 @@ def range_text(entry: Comparison, digits: int = 4) -> str:
 
 def spread_text(entry: Comparison) -> str:
     """How far ours may be off: `+- 55 %` of what was computed, `3.1 to 4.2 GB`, or the interval."""
-    if entry.entry is not None and entry.is_computed and entry.parts:
+    if entry.entry is not None and entry.entry.error:
         return f"+- {percent(entry.entry.error)}"
     if (over := range_text(entry)) or entry.low is None or entry.high is None:
         return over
@@ -256,7 +244,7 @@ def ratio_text(entry: Comparison) -> str:
     to as many as tell it from 1, up to five.
     """
     ratio = entry.ratio
-    if ratio is None or not entry.printed or answer(entry) == "follows":
+    if ratio is None or not entry.printed or entry.answer == "follows":
         return ""
     if ratio >= 1000:
         return f"{ratio:.0f}" if ratio < 1e6 else f"{ratio:.1e}"
@@ -265,8 +253,8 @@ def ratio_text(entry: Comparison) -> str:
 
 LINES: Mapping[str, Callable[[Comparison], str]] = {
     "paper": attrgetter("paper_text"), "torchgpipe": attrgetter("peer_printed"), "ours": ours_with_error,
-    "our range": lambda entry: "" if entry.is_computed else range_text(entry),
-    "ours / paper": ratio_text, "answer": answer,
+    "our range": lambda entry: "" if entry.entry and entry.entry.error else range_text(entry),
+    "ours / paper": ratio_text, "answer": attrgetter("answer"),
 }  # fmt: skip
 """The lines of an entry in a table of text, in order."""
 
@@ -279,11 +267,7 @@ def counts_text(cells: Iterable[Comparison]) -> str:
 
     What could not have come out otherwise, what no small model answers and what nobody ran are apart.
     """
-    counts = Counter(
-        "follows" if (cell.table, cell.kind) == (SENTENCES, "identity") else answer(cell)
-        for cell in cells
-        if cell.counted
-    )
+    counts = Counter(cell.answer for cell in cells if cell.counted)
     many = {"agrees": "agree", "follows": "follow", "differs": "differ"}
     said = {word: f"{n} {many.get(word, word) if n > 1 else word}" for word in ANSWERS if (n := counts[word])}
     held = ", ".join(said[word] for word in ("agrees", "differs", "no test") if word in said)

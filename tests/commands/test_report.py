@@ -27,7 +27,6 @@ from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.paper import load_paper, of_the_paper
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.page import PATH, cells_csv, first_screen, html
-from gpipe_bench.harness.report.table import answer
 from gpipe_bench.harness.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,7 +208,7 @@ def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, m
     page = build(put(tmp_path / "own", fake(1, 82_000_000)), figures=False)
     assert page.warnings == (f"{tmp_path / 'own'}: fake can't be shown: KeyError: 'a key of long ago'",)
     assert page.warnings[0] in Parsed(html(page)).text
-    assert "follows" in map(answer, page.cells), "the reference records of the others are there"
+    assert "follows" in {cell.answer for cell in page.cells}, "the reference records of the others are there"
     assert "fake" not in [view.experiment.name for view in page.experiments]
 
 
@@ -292,7 +291,7 @@ def test_every_number_of_the_first_screen_is_of_a_record(page):
     for each in ("{computed_faster}", "{error.bytes}", "{same_runs}"):
         assert each in text
     counts = Counter(
-        answer(cell)
+        cell.answer
         for name in reproduced.SECONDS
         for cells, _ in reproduced.cells(Store(MACHINE).load(name).records).values()
         for cell in cells

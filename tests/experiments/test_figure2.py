@@ -34,6 +34,7 @@ def test_every_formula_of_the_paper_is_met() -> None:
     verdicts = {(c.row, c.column): c.verdict for c in comparisons}
     assert len(verdicts) == 15, "and early recomputation leaves less of the bubble"
     assert set(verdicts.values()) == {"identity"}
+    assert {metric.provenance for each in records for metric in each.metrics} == {"modelled"}, "nothing ran"
     for each in records[:4]:
         assert all(pair["replay"] == pair["closed form"] for pair in each.details["fractions"].values())
 

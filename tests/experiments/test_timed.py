@@ -30,6 +30,7 @@ from gpipe_bench.experiments.paper.results import (
 from gpipe_bench.experiments.paper.steps import work
 from gpipe_bench.experiments.paper.workloads import Configuration
 from gpipe_bench.harness.record import Metric
+from gpipe_bench.harness.reproduction import of_quotient
 from gpipe_bench.pipeline import Event, Kind, Link, Timeline, gpipe, launch, replay
 
 
@@ -219,14 +220,17 @@ def test_the_interval_is_that_of_one_more_draw(drawn):
     assert (low, high) == pytest.approx((middle - reach, middle + reach))
 
 
-def test_a_replay_that_is_too_fast_lowers_the_throughput_and_not_the_other_way():
-    """measured steps take 10 to 21 % longer than laid out
-
-    throughput  |--x---|     |x|  as it was replayed
+def test_a_quotient_of_steps_has_the_error_of_each_of_them():
+    """Measured steps take 10 to 21 % longer than laid out; of several independent errors, logarithms add up
+    by their squares, as they do for predictions.
     """
     slower = (math.log(1.10), math.log(1.21))
-    rate = replayed_spread(replayed(2.0, 1.9, 2.1), slower, "as the step grows")
-    assert (rate.low, rate.high) == pytest.approx((1.9 / 1.21, 2.1 / 1.10))
-    assert rate.parts == ("interval", "error of the replay")
-    share = replayed_spread(replayed(2.0), slower, "either way")
-    assert (share.low, share.high) == pytest.approx((2.0 / 1.21, 2.42))
+    share = replayed_spread(replayed(2.0, 1.9, 2.1), slower, "a step")
+    assert (share.low, share.high) == pytest.approx((1.9 / 1.21, 2.1 * 1.21))
+    assert share.parts == ("interval", "error of the replay")
+    for of, power in (("a quotient", math.sqrt(2)), ("a quotient of quotients", 2)):
+        found = replayed_spread(replayed(2.0), slower, of)
+        assert (found.low, found.high) == pytest.approx((2.0 / 1.21**power, 2.0 * 1.21**power))
+    both = 1 + of_quotient(0.21)
+    more = replayed_spread(replayed(25.0), slower, "an increase")
+    assert (more.low, more.high) == pytest.approx((125 / both - 100, 125 * both - 100))

@@ -5,13 +5,16 @@ The literals below were copied from the paper once more, by hand and not from th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_bench.harness.compare import judge, worded
-from gpipe_bench.harness.paper import PaperNumber, load_paper, of_the_paper, parse_printed
+from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper, of_the_paper, parse_printed
 from gpipe_bench.harness.record import Metric
+from gpipe_bench.harness.report.table import counts_text
 from gpipe_bench.harness.reproduction import Unknown, load_unknowns, words
 from gpipe_bench.harness.verdict import Result
 
@@ -193,14 +196,15 @@ def test_a_range_that_meets_the_printed_interval_has_to_be_narrow_to_reproduce_i
     above                |--|
     """
     cell = paper("10")
-    for low, high, verdict in (
-        (9.9, 10.2, "reproduced"),
-        (10.4, 15.4, "reproduced"),
-        (8.0, 14.0, "undecided"),
-        (10.6, 10.7, "above"),
-        (9.0, 9.4, "below"),
+    for low, high, verdict, answer in (
+        (9.9, 10.2, "reproduced", "agrees"),
+        (10.4, 15.4, "reproduced", "agrees"),
+        (8.0, 14.0, "undecided", "no test"),
+        (10.6, 10.7, "above", "differs"),
+        (9.0, 9.4, "below", "differs"),
     ):
-        assert judge(cell, ours((low + high) / 2, low=low, high=high)).verdict == verdict
+        judgement = judge(cell, ours((low + high) / 2, low=low, high=high))
+        assert (judgement.verdict, judgement.to_data()["answer"]) == (verdict, answer)
 
 
 @given(
@@ -239,9 +243,18 @@ def test_a_bound_holds_where_all_of_our_range_keeps_to_it_however_wide():
     judgement = judge(limit, ours(30, "%"))
     assert judgement.verdict == "above"
     assert "lies above at most 23.500 %" in judgement.reason
+    sure = paper("1", "ratio", form="words", kind="identity", bound="at most")
+    assert judge(sure, ours(0.9, low=0.8, high=1.0)).verdict == "identity"
+    assert judge(sure, ours(0.94, low=0.8, high=1.04)).verdict == "undecided", "it could have been otherwise"
     floor = paper("4", "ratio", bound="at least", exact=True)
     assert judge(floor, ours(9.0, low=5.0, high=20.0)).verdict == "reproduced"
     assert judge(floor, ours(3.9)).verdict == "below"
+
+
+def test_what_differs_is_counted_so_even_of_a_sentence_that_follows_by_arithmetic():
+    cell = paper("5", "%", kind="identity", bound="at most")
+    found = [replace(judge(cell, ours(value, "%")), table=SENTENCES) for value in (4, 12)]
+    assert counts_text(found) == "1 differs; 1 follows"
 
 
 def unknown(low, high):

@@ -39,7 +39,7 @@ BATCHES = {
     "fitted": "(a) the largest mini-batch under a memory cap in every cell, as the paper did",
     "fixed": "(b) the same mini-batch in all cells: only K and M differ",
 }
-"""Cells and sentences about throughput are of the first: its mini-batches fit the memory, as the paper's do."""
+"""Cells and sentences about throughput are of the first: mini-batches that fit, as the paper's."""
 ROUNDS = {"smoke": 1, "short": 2, "full": 2}
 """Rounds of a case: every configuration takes two turns in a round, and each turn is a sample."""
 ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (75.0, 95.0), "full": (150.0, 150.0)}

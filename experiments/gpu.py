@@ -5,10 +5,8 @@
     .ci/gpu --list           what each needs, and what this machine lacks
     .ci/gpu --profile smoke  the same commands with tiny models, to see in minutes that they run here
 
-All but the tests are `run`, which keeps every case the moment it is done: a command that is ended when the
-time is over goes on there in the next call. Records and what has ended lie in results/local/gpu, whatever
-$OUT is: a machine that is lent may empty that before each call. Only records.jsonl is put there. Those of
-tiny models lie apart, in smoke/.
+All but the tests are `run`, which keeps every case the moment it is done. Records and what has ended lie in
+results/local/gpu; only records.jsonl is put into $OUT, which may be emptied before each call.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@
         above                        |---|            ours lies beyond it
         below     |--|
 
-A number that nobody answers is a row too ("not run"), so leaving numbers out makes no table look better. A
-prediction and a result from this machine answer different questions, so each has its own row. Words such as
-"almost linear" imply a limit that the paper does not give: what keeps only some limits is `undecided`.
+A number that nobody answers is a row too ("not run"). A prediction and a result from this machine answer
+different questions, so each has its own row. What keeps only some limits that words admit is `undecided`.
 """
 
 from __future__ import annotations

@@ -2,11 +2,8 @@
 results/paper.csv, checked.
 
 The paper prints decimal GB in one half of a table and GiB in the other, so the two are units of their own
-here. "82M" is anything from 81.5 to 82.5 million: the interval follows from the printed form and not from a
-tolerance that somebody chose.
-
-The file also says what kind of number each is: one that follows by arithmetic from others confirms nothing
-but the arithmetic, and one that is printed twice is still one number.
+here. "82M" is anything from 81.5 to 82.5 million: the interval follows from the printed form. The file also
+says of each number whether it follows by arithmetic from others, and where it is printed twice.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ processes that it has started.
     signal ------|
                  '--> a byte in a pipe --> thread: after `GRACE_S`, ends what is left by force
 
-The second way is for an operation that is not Python's, a library that takes the exception for one of its
-own, a process that does not end. More signals than one change nothing.
+The second way is for an operation that is not Python's, or a library that takes the exception for its own.
 """
 
 from __future__ import annotations

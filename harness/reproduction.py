@@ -1,15 +1,11 @@
 """What the paper does not state, and our reproduction: one declared configuration per table of the paper.
 
 results/unknowns.toml has the values that are allowed for each setting that the paper leaves open, chosen from
-the texts: a band that is sized after the residual was seen proves nothing.
-
-results/reproduction.toml sets once whatever the paper leaves open, by rules that look at no outcome, and was
-committed before anything was computed from it. A number computed under it has one error, the predictor's,
+the texts: a band that is sized after the residual was seen proves nothing. results/reproduction.toml sets
+each once, by rules that look at no outcome. A number computed under it has one error, the predictor's,
 measured on numbers that others published and that it was not made for:
 
     paper | ours +- error | ours / paper | agrees, differs, no test
-
-A table is summed up by four numbers that were fixed with the choices.
 """
 
 from __future__ import annotations

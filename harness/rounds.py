@@ -1,19 +1,15 @@
 """Times alternative ways to do one thing on a machine that runs other programs too.
 
-Timings taken at different times differ: if one is measured after the other, equal code often looks different.
-So all ways (arms) take turns: a round runs them in a new random order, there and back:
+If one is measured after the other, equal code often looks different. So all ways (arms) take turns: a round
+runs them in a new random order, there and back, and only numbers of one round are set against each other:
 
     round 1   A B C   C B A
     round 2   C A B   B A C
 
-A drift within the round then weighs on all of them alike, and only numbers of one round are set against each
-other. Each process notes what the cores did meanwhile (`Usage`), so that disturbed timings show.
-
-Below it is judged whether a program became slower: by the median over rounds of the ratio *within* a round,
-with a bootstrap interval over rounds, and only beyond `THRESHOLD`. Stored times of another day, means of
-blocks and significance without a least effect all cry wolf on shared machines. A second process of the old
-version, the control, has to agree with the first: where identical code differs, nothing was proven. Rounds
-are looked at up to three times, after fixed numbers; looking whenever one likes would raise false alarms.
+Whether a program became slower is judged by the median over rounds of the ratio *within* a round, with a
+bootstrap interval over rounds, and only beyond `THRESHOLD`. A second process of the old version, the control,
+has to agree with the first: where identical code differs, nothing was proven. Rounds are looked at up to
+three times, after fixed numbers; looking whenever one likes would raise false alarms.
 """
 
 from __future__ import annotations

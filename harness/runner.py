@@ -1,15 +1,14 @@
 """Runs the cases of an experiment and keeps each result the moment it is there.
 
-What is on record is not run again; what fails becomes a record and the run goes on; what can't be written
-is handed to the caller. Of two runs of an experiment on the same folder the second waits. One run has several
-cases at work only where the experiment times nothing:
+What is on record is not run again; what fails becomes a record and the run goes on. Of two runs of an
+experiment on the same folder the second waits. Several cases are at work only where nothing is timed:
 
                   thread 1 --case--> process 1
     run ---pool-<                                    each answers with the finished record
                   thread 2 --case--> process 2
 
-Each thread has a process of its own, so whatever a case does to its process (a crash, a kill for want of
-memory) is that case's result alone. Progress goes to standard error: standard output holds results alone.
+Whatever a case does to its process (a crash, a kill for want of memory) is that case's result alone. Progress
+goes to standard error: standard output holds results alone.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Where records live: one line per case, one file per experiment, appended and never rewritten.
 
-The files of a folder may be put into one (`cat *.jsonl`). A line is on disk before the next case starts, so
-a killed run loses nothing that was finished. Whatever happens to a file afterwards (a torn tail, an edit, a
-line of a newer version) costs that line and is reported, never the others.
-
-Several processes may share the files: each append holds the file, and a run its experiment, so that a second
-run waits, and finds on record what the first one did. Locks vanish with the process that held them. Where
-there are none (Windows, some network mounts) single appends stay whole, only work may be done twice.
+A line is on disk before the next case starts, so a killed run loses nothing that was finished. Whatever
+happens to a file afterwards (a torn tail, an edit, a line of a newer version) costs that line and is
+reported. Several processes may share the files: an append holds its file, and a run its experiment. Where
+there are no locks (Windows, some network mounts) single appends stay whole, only work may be done twice.
 """
 
 from __future__ import annotations

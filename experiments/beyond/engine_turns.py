@@ -4,10 +4,9 @@ Processes live through all rounds, so that neither start-up nor a cold allocator
 runs all variants there and back in an order drawn anew (`harness/rounds.py`); only numbers of one round are
 set against each other. A case whose control voids it is measured once more with more rounds.
 
-All engines work on the very same layers and the same mini-batch, cut at the same places where they have as
-many stages, and are checked before and after. What an engine's own cost is measured against, the bare layers
-and the plain model, are also engines here: any factory by its name (`setup.resolve`). Where layers wait
-instead of computing, what is left of a step is the schedule and the engine.
+All engines work on the very same layers and mini-batch, and are checked before and after. The bare layers and
+the plain model are engines, too. Where layers wait instead of computing, what is left of a step is the
+schedule and the engine.
 """
 
 from __future__ import annotations

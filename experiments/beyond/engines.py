@@ -1,21 +1,17 @@
 """Engines side by side, in interleaved runs: ours, torch.distributed.pipelining, torchgpipe, the user's, and
 the bare layers, which are what an engine's own cost is measured against.
 
-Expected: without re-materialization the engines take the same time to within a few percent, for the work is
-the layers'; with it, ours is ahead, since it recomputes while it waits for the gradient and the others
-recompute inside the backward. Stages overlap to within a few percent of the schedule's ideal step, and an
-action costs some ten microseconds. The machine should have nothing else to do:
+Expected: without re-materialization the engines take the same time to within a few percent; with it, ours is
+ahead, since it recomputes while it waits for the gradient. The machine should have nothing else to do:
 
     python -m experiments run engines
     python -m experiments run engines --engine my_engine:MyEngine,my_engine:Another
     python -m experiments run engines --device cuda    the same on GPUs, a process for each
 
-All engines of a case get the same layers, batch, micro-batches and precision, and the same partition but for
-one that is made for several stages in each process (`placement`); before and after the timing each is checked
-for what it really did (`engines/checks.py`). They take turns (`engine_turns.py`), so only ratios of one round
-are judged. The user's engines are tried first, each beside ours with a limit of time: one that raises, hangs
-or leaves wrong gradients is a row with its error, and the others are measured without it. Where several fail
-only together, none of them is measured.
+All engines of a case get the same layers, batch, micro-batches, precision and partition; before and after the
+timing each is checked for what it really did (`engines/checks.py`). The user's are tried first, each beside
+ours with a limit of time: one that raises, hangs or leaves wrong gradients is a row with its error, and the
+others are measured without it.
 """
 
 from __future__ import annotations

@@ -4,13 +4,8 @@ Expected: a pipeline sends a small part of what replicas send for Transformers, 
 
     python -m experiments run grid
 
-Only activations at the boundaries of a pipeline travel, and their gradients back. Data parallelism moves the
-gradient of every parameter around a ring, twice, whatever the batch. By shape at the paper's sizes, with cuts
-of equal operations, and for the range those of equal parameters and of as many layers. Counted on two
-processes of a small model: what each of them wrote in a step (Linux counts it, in /proc/self/io), all
-messages over sockets. Whatever else is sent is in the count.
-
-How long steps take on such grids, beside their prediction, is measured by `plan`.
+By shape at the paper's sizes: boundary activations and their gradients, and the gradient of every parameter
+around a ring, twice. Counted on two processes of a small model: what each wrote in a step (/proc/self/io).
 """
 
 from __future__ import annotations

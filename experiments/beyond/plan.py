@@ -6,15 +6,10 @@ About half an hour on two laptop cores, which should have nothing else to do:
 
     python -m experiments run plan
 
-The best five of each plan run, and five others (`plan_steps.py`).
-
-Steps that others measured on many accelerators (results/published-steps.toml) are predicted on paper, as they
-were stated: the cut is even by the work of layers, and there is memory for all of them. A share of
-recomputation between none and all lies between those two steps. Layers are a roofline of the accelerator and
-links are nominal, so every number is modelled and has the range of the share of the peak. A predicted peak is
-what `plan --pp 1 --num-microbatches 1 --remat ...` says of that grid; a published one is what torch's
-allocator had reserved, its fragments included. Of a sweep, ways to train one model on one cluster that
-somebody tried in turn, a plan needs the right order alone.
+The best five of each plan run, and five others (`plan_steps.py`). Steps that others measured on many
+accelerators (results/published-steps.toml) are predicted as they were stated, from a roofline and nominal
+links: every number is modelled and has the range of the share of the peak. Of a sweep, ways to train one
+model on one cluster that somebody tried in turn, a plan needs the right order alone.
 """
 
 from __future__ import annotations

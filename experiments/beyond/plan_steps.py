@@ -2,11 +2,9 @@
 
 Ranked is what the search of `plan` lays out among ways that two processes can take, for each kind of
 re-materialization alone, because with all the memory that there is it would recompute nothing. The best five
-run, and five others that lie evenly in the rest, to find out a plan that is wrong about the slow ones.
-
-The plan is made before any of its candidates has taken a step. Then these take turns, there and back in every
-round, and before and after each step stands the reference step of the probes: a prediction is for a machine
-as fast as it was when the layers were timed.
+run, and five others that lie evenly in the rest. The plan is made before any of them has taken a step. Then
+they take turns, and before and after each step stands the reference step of the probes: a prediction is for a
+machine as fast as it was when the layers were timed.
 """
 
 from __future__ import annotations

@@ -6,15 +6,9 @@ costs zero bubble in a V needs the least time, V-Min the least memory without re
     python -m experiments run schedules
 
 Published numbers are rows of results/published-schedules.csv. Qi et al. (Zero Bubble Pipeline Parallelism,
-arXiv 2401.10241) print the seconds of a forward, of both halves of a backward and of a message for each of
-their models, and the idle share of a worker's time: (cost - m (F + B + W)) / cost, where the cost is the
-longest span of a worker from its first action to its last. So the replay must come to the same; what they
-searched for (ZB-1p, ZB-2p, ZB-V) is the generator's under the same cap of graphs alive. For OLMo-core,
-torchtitan and Primus, bubbles and live micro-batches follow from the schedule alone; ratios of speeds are
-ranges over the numbers of micro-batches and stages per worker that are not stated.
-
-At equal costs a worker's whole share of the model takes one slot forward and two backward, and messages take
-no time: what is compared are the schedules and nothing else.
+arXiv 2401.10241) print the seconds of all actions and messages, and the idle share of a worker's time:
+(cost - m (F + B + W)) / cost, where the cost is the longest span of a worker. So the replay must come to the
+same. For OLMo-core, torchtitan and Primus, bubbles and live micro-batches follow from the schedule alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a guard run measures: two checkouts, and three arms: base, head, and the base as the control.
 
-The base is where HEAD left a given revision, checked out by `git worktree`; it is removed whatever happens,
-and what a killed guard left is removed by the next. Benchmarks live in processes that outlive the single
-measurement. JSON crosses the pipes, never pickles: the code at the other end may be any revision.
+The base is where HEAD left a given revision, checked out by `git worktree`; what a killed guard left is
+removed by the next. JSON crosses the pipes, never pickles: the code at the other end may be any revision.
 
 Of a command that prints a number a sample is one run in the folder of its revision, and its value what it
 says of itself: seconds, instructions, or a rate. So start-up counts only where the command counts it.

@@ -1,12 +1,11 @@
 """What is measured of this project, by exact numbers and by the clock.
 
-The counters come from schedules, or are counted while the engine takes a step of a small model. None needs a
-clock, so they are equal on every machine, and any change is somebody's. Such a number may not get better
+The counters are equal on every machine, so any change is somebody's. Such a number may not get better
 unnoticed: an unexplained win is as often something that was forgotten as something that was gained.
 
-What is timed are training steps with micro-batches and recomputation. The guard's processes load this file as
-anybody's file of benchmarks (docs/guard.md), and build what comes from the revision under test, which need
-not know of any guard: its `pipeline.Pipeline` and `models`. So nothing of the project is imported above.
+What is timed are training steps. The guard's processes load this file as anybody's file of benchmarks
+(docs/guard.md), and build what comes from the revision under test. So nothing of the project is imported
+above.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ bit of any weight different. Beside it what micro-batches change, and what an as
 
     python -m experiments run consistency
     python -m experiments run consistency --profile full --device cuda --data /data/imagenet/train
-
-Every case is one training.
 """
 
 from __future__ import annotations

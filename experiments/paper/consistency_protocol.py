@@ -1,9 +1,8 @@
 """What a consistency run trains, on whose data and from which seeds: plain data, fixed before the runs.
 
 The image recipe is the one with which AmoebaNet-D was submitted to DAWNBench (tensorflow/tpu
-`models/official/amoeba_net`). The paper trains AmoebaNet-D (2, 128) for 35 epochs; its first version counts
-the normal cells of one stack, so that is (6, 128) here. The text recipe is Lingvo's for its one-billion-word
-GPipe model. Scaling changes sizes and lengths and nothing else.
+`models/official/amoeba_net`). The paper's AmoebaNet-D (2, 128) is (6, 128) here, by all cells. The text
+recipe is Lingvo's for its one-billion-word GPipe model. Scaling changes sizes and lengths and nothing else.
 
 Seeds, numbers of runs and the margin stand in results/consistency-protocol.toml and nowhere else, so none can
 change after a look at the results: every record names the file's digest, and is judged under no other.

@@ -4,11 +4,8 @@ What the timed tables show is one long table, a row for each number of one confi
 
     title, cell, K, M, N | metric | value, low, high, n | provenance | text
 
-A table selects metrics and pivots them, a figure hands the same rows to seaborn.
-
-Cells of tables that ran here are not judged: small models on a processor's cores against the paper's on
-accelerators. "Almost linear", "main contributor", "relatively constant": a sentence is tested by one number
-that it is about and by what its words admit (results/unknowns.toml).
+A table selects metrics and pivots them, a figure hands the same rows to seaborn. A sentence such as "almost
+linear" is tested by one number and by what its words admit (results/unknowns.toml).
 """
 
 from __future__ import annotations

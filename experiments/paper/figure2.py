@@ -6,8 +6,7 @@ follow O(N + (L/K)(N/M)). No GPU is needed:
     python -m experiments run figure2
 
 Schedules are laid out with equal stages, a free link and forward : recompute : backward = 1 : 1 : 2, time
-counted in forwards of one micro-batch on one stage, so that "equal" means equal
-(`modelled`). Nothing here is timed.
+counted in forwards of one micro-batch on one stage (`modelled`). Nothing here is timed.
 """
 
 from __future__ import annotations

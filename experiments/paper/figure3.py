@@ -6,9 +6,8 @@ naive split on two devices and grows with K.
     python -m experiments run figure3
 
 naive-k: k stages, the whole mini-batch at once, nothing recomputed. pipeline-k: k stages, 16 micro-batches of
-half that size each, since the paper chose every batch for throughput, everything recomputed. Actions are
-timed in whole steps of 4 micro-batches with all stages in one process and laid out on k devices (`replayed`);
-every k that there are devices for also runs on them (`measured`).
+half that size each, everything recomputed. Actions are timed in whole steps of 4 micro-batches and laid out
+on k devices (`replayed`); every k that there are devices for also runs on them (`measured`).
 """
 
 from __future__ import annotations

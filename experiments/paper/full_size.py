@@ -1,10 +1,9 @@
 """Models at their published size: their steps on an accelerator, their cuts into stages, and what fits.
 
 Operations and profiles are noted once, with a prime number of examples by which every length tells whether it
-grows with them; any size of the micro-batch follows. An operation takes the longer of two times: its
-multiplications at a share of the accelerator's peak, and its bytes at the bandwidth of the memory. A systolic
-array pads products to its side, their rows to 8; tensors are kept in tiles of 8 by 128 in the direction that
-pads less, and fewer than 8 images take as long as 8.
+grows with them. An operation takes the longer of two times: its multiplications at a share of the peak, and
+its bytes at the bandwidth of the memory. A systolic array pads products to its side, their rows to 8; tensors
+are kept in tiles of 8 by 128 in the direction that pads less, and fewer than 8 images take as long as 8.
 
 What the paper states of its models is taken from it (results/unknowns.toml). Attention is written out, since
 nothing of that time fused it; the Transformer is cut between layers, ResNet-101 between its 370 operations.

@@ -1,9 +1,8 @@
 """What the accelerators of Table 1 hold, and the largest model of a family that fits on K of them.
 
 As this engine runs it, "fits" means that some split into K stages keeps the modelled peak of every stage
-within the cap. More micro-batches never need more memory (the boundary inputs add up to one mini-batch either
-way), so sizes are searched at one example per micro-batch, and the fewest micro-batches that will do are
-reported afterwards.
+within the cap. More micro-batches never need more memory, so sizes are searched at one example per
+micro-batch, and the fewest micro-batches that will do are reported afterwards.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Predictions tested on numbers they were not made for: torchgpipe's, whose settings are all published.
 
-What predicts the paper's tables for accelerators that are not here predicts, unchanged, its speeds on P40s
-and its memory (settings: results/torchgpipe.csv), and the size of a model that the paper quotes. Half a
-minute on any machine:
+What predicts the paper's tables predicts, unchanged, its speeds on P40s and its memory (settings:
+results/torchgpipe.csv), and the size of a model that the paper quotes. Half a minute on any machine:
 
     python -m experiments run predictions
 
 Expected: speeds hang on the share of its peak that a GPU reaches, which is unknown; ratios of speeds less so.
-That share and the link between the GPUs of a host are those declared for Table 3.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """Layer profiles of the two model families of Table 1 at any size, and what a stage of them holds.
 
-A search wants a family at every size, so one model of each is profiled, at lengths that primes tell apart.
-The bytes of a storage are a product of lengths: if the width of the profiled model has a prime factor that
-nothing else in it has, and the micro-batch another, then every number says by its factors how it grows with
-both:
+One model of each family is profiled, at lengths that primes tell apart. The bytes of a storage are a product
+of lengths, so every number says by its factors how it grows with the width and with the micro-batch:
 
     width 16 x 61, micro-batch 43:    a storage of 4 x 61 x 43 x 1024 bytes is linear in both
 
 It holds as far as a layer runs the same operations at every size; a micro-batch of one example often does
-not. The depth changes how often equal layers are there. The result is that of profiling every layer at its
-size, to the byte.
+not. The result is that of profiling every layer at its size, to the byte.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """What a case of timed steps comes to: actions laid out on devices, numbers, and how far the replay errs.
 
-A replay is only as good as its action times, so they come from whole steps of the pipeline (warm caches, the
-right micro-batch, one thread per stage) and keep their samples. It leaves things out, so it errs, and mostly
-to one side. Some of the steps that it lays out run on real devices in the same rounds, and each model of a
-timed table also takes a dozen steps with a device for each stage: their errors say where the next one will
-be. No torch is needed to read this.
+Action times come from whole steps of the pipeline and keep their samples. A replay leaves things out, so it
+errs. Some of the steps that it lays out run on real devices in the same rounds, and each model of a timed
+table also takes a dozen steps with a device for each stage: their errors say where the next one will be.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Whole steps, taken in turns by the processes of a case, and what every action of them took.
 
-As many processes as there are devices take the steps of all configurations round by round, there and back
-within each, so that the numbers of one round can be set against each other. All stages of a configuration run
-in each process, at the same time in every process, so a stage's actions have the busy neighbours of a
-pipeline. A configuration with a process for each of its stages is also run for real, which the replay must
-reproduce.
+As many processes as there are devices take the steps of all configurations round by round. All stages run in
+each process, at the same time in every process, so a stage's actions have the busy neighbours of a pipeline.
+A configuration with a process for each of its stages is also run for real, which the replay must reproduce.
 """
 
 from __future__ import annotations

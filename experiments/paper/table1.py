@@ -1,15 +1,12 @@
 """Table 1: the largest model that fits, up to the 83.9-billion-parameter Transformer on 128 partitions.
 
-Expected: every parameter count of the paper and its parameter memory to the printed digit. Activation memory
-and the largest models are computed under one declared configuration (results/reproduction.toml). No GPU is
-needed:
+Expected: every parameter count of the paper and its parameter memory to the printed digit. No GPU is needed:
 
     python -m experiments run table1
 
-Nothing of the real size is allocated. Each distinct layer runs on fake tensors, the memory model adds the
-profiles up to the peak of every stage (`modelled`). On a GPU (`full`) every distinct stage at the paper's
-size runs under the paper's cap (`measured`).
-Nothing is timed, so cases run beside each other on all cores.
+Each distinct layer runs on fake tensors, the memory model adds the profiles up to the peak of every stage
+(`modelled`). On a GPU (`full`) every distinct stage at the paper's size runs under the paper's cap
+(`measured`). Nothing is timed, so cases run beside each other on all cores.
 """
 
 from __future__ import annotations

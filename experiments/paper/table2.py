@@ -6,10 +6,8 @@ whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even.
     python -m experiments run table2
 
 Every action is measured in whole steps, with all stages in one process, and laid out on K devices
-(`replayed`); for every number of stages that there are devices for, two processor cores or the GPUs, the step
-is also run on them (`measured`), and the difference is the replay's error. One table has the mini-batch
-fitted to a memory cap, as the paper did, and one a fixed mini-batch, so that only K and M differ. A case of
-its own computes the paper's table at its size (experiments/paper/reproduction.py).
+(`replayed`); where there are devices, the step is also run on them (`measured`), and the difference is the
+replay's error. A case of its own computes the paper's table at its size (experiments/paper/reproduction.py).
 """
 
 from __future__ import annotations

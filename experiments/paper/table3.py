@@ -5,10 +5,9 @@ stages, whose messages take as long as their actions.
 
     python -m experiments run table3
 
-Actions are measured in whole steps on this machine and laid out on K devices over PCIe through the host
-(`replayed`), as it is and slowed down with the model, so that a message takes the share of the time that it
-takes on the paper's P100. On GPUs, NCCL_P2P_DISABLE=1 sends the real steps of `replay error` through the
-host. A case of its own computes the table at the paper's size for P100s (`reproduction.py`).
+Actions are measured in whole steps and laid out on K devices over PCIe through the host (`replayed`), as it
+is and slowed down with the model, so that a message takes the share of the time that it takes on the paper's
+P100. A case of its own computes the table at the paper's size for P100s (`reproduction.py`).
 """
 
 from __future__ import annotations

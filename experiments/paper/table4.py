@@ -5,9 +5,8 @@ the rest bubble and uneven stages, more of both with more stages.
 
     python -m experiments run table4
 
-The actions of K stages are timed in whole steps of 4 micro-batches, laid out with 16 on K devices
-(`replayed`) and laid out again without a link, without set-up and with even stages; the differences are the
-parts, and they add up to 100 % (planner/predict.py).
+Actions are timed in whole steps of 4 micro-batches, laid out with 16 on K devices (`replayed`), and again
+without a link, without set-up and with even stages; the differences are the parts (planner/predict.py).
 """
 
 from __future__ import annotations

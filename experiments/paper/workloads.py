@@ -1,8 +1,7 @@
 """The models of the performance tables: as the paper has them, and scaled to what two laptop cores can time.
 
 A scaled model keeps the number of layers and their kinds, so it cuts into stages as the paper's does; widths,
-images and sequences shrink until an action takes milliseconds. What that leaves comparable is the shape of a
-table, not its absolute speeds. Importing this loads no torch.
+images and sequences shrink until an action takes milliseconds. Importing this loads no torch.
 """
 
 from __future__ import annotations

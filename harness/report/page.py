@@ -1,8 +1,7 @@
 """The report: one HTML page that needs nothing beside itself, and all its numbers as CSV.
 
-The same records always give the same bytes: no time of day. The words of the first screen are data
-(`results/answer.toml`) with places for numbers, and every number comes from a comparison or from a fact of
-the records: one that the records lack is a dash. README, the page and the terminal show one object.
+The same records always give the same bytes. The words of the first screen are data (`results/answer.toml`)
+with places for numbers from the records: one that they lack is a dash.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Numbers of the paper with ours beside them: tables in words, and counts of answers.
 
-What was predicted for the paper's accelerators, what was found here, and what was held against the numbers of
-others are tables of their own and are never added up.
+What was computed at the paper's size, what was found here, and others' numbers are never added up.
 """
 
 from __future__ import annotations

@@ -9,13 +9,11 @@ nox has made. Its blocks are run from top to bottom:
 
 - `console`: by bash, line by line. A line whose comment begins with `needs` is not run, and the report says
   so. `gpipe-bench run NAME` is run with `--profile smoke`. A session of nox that `.ci/run` or
-  `tests/smoke.py` starts as it is printed is left to them. What several pages show is run once, where the
-  files that it names are the same. The sessions that a table lists count as a block.
-- `python` behind a line that names a file, such as `train.py`: written there and committed to main, as a
-  reader would. Every page begins with the files that the README shows.
+  `tests/smoke.py` starts as it is printed is left to them. What several pages show is run once.
+- `python` behind a line that names a file, such as `train.py`: written there and committed to main.
 - other `python` blocks: one program, in their order.
 
-Nothing is forked, replaced or imported first. Two run at a time; the exit status is 1 if any of them failed.
+Nothing is forked, replaced or imported first. The exit status is 1 if any of them failed.
 """
 
 from __future__ import annotations

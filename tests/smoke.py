@@ -2,8 +2,7 @@
 
     python -m tests.smoke --cores 2 --results DIR [arguments of `nox -s NAME -- ...`]
 
-Needs nox and nothing else. Exit status: 1 where one of them fails, or where one that ends well has put
-nothing on record.
+Exit status: 1 where one of them fails, or where one that ends well has put nothing on record.
 """
 
 from __future__ import annotations

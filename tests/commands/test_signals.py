@@ -1,9 +1,7 @@
 """SIGINT and SIGTERM at any moment of the verbs that take long: each ends with 130 or 143, says so without a
 traceback, begins nothing more, prints no result that it was told not to wait for, and keeps what it had.
 
-A keyboard's interrupt goes to the whole process group, a kill to the command alone; `moments.py` lets a
-command, or a process that it has started, stop at a place of one's choice, so that nothing here waits for a
-clock.
+`moments.py` lets a command, or a process that it has started, stop at a place of one's choice: no clock.
 """
 
 from __future__ import annotations

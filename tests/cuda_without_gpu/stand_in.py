@@ -8,8 +8,6 @@ against is replaced. What is made lies outside of the repository and is made aga
     site/      torch and torchvision, unpacked; the other packages are those of the Python that runs
     lib/       the replaced libraries
     hook/      what Python reads first
-
-A GPU of the machine is never used, nor asked: the driver's libraries are among those that are replaced.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """At fixed M and schedule the number of stages changes no bit, with dropout, drop path and batch
 normalization on; nor does going on from a checkpoint. And the random streams that this takes: one per (seed,
 step, layer, micro-batch), whatever runs around them.
-
-Float32, real models, several optimizer steps: whatever is drawn, summed or laid out differently in one place
-shows up in all weights after that.
 """
 
 from __future__ import annotations

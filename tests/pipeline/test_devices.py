@@ -1,10 +1,9 @@
 """Devices: a CPU gives harmless answers, so that nothing else needs a second path; what the engine asks of
 torch without its promise is there, and one file each asks.
 
-Stages on devices of their own: pretended devices, whose streams take notes (`fakes.streams`). What can only
-go wrong on a GPU, and there only now and then, is looked for here in every step: a use of memory without a
-wait, memory given back too early, a host that waits. The same notes tell how long a schedule takes when
-nothing but its waits holds it up.
+Stages on devices of their own: pretended devices, whose streams take notes (`fakes.streams`). What goes wrong
+on a GPU only now and then is looked for in every step: a use of memory without a wait, memory given back too
+early, a host that waits.
 """
 
 from __future__ import annotations

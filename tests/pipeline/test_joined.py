@@ -1,9 +1,8 @@
 """Random models, schedules and options of a step, over processes and in one: losses, gradients, norms and
 outputs are the plain model's. EXAMPLES=1000 asks for more, SEED for others.
 
-Several stages per worker, named schedules and random rows, pytrees, tied weights, changes in place, dropout,
-scaled gradients; and from step to step other batch sizes and shapes, other layers (`change_of`), weights that
-an optimizer moved, and evaluation between them.
+Several stages per worker, random rows, pytrees, tied weights, changes in place, dropout, scaled gradients;
+and from step to step other sizes and layers (`change_of`), weights that moved, and evaluation between them.
 """
 
 from __future__ import annotations

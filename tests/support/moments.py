@@ -2,10 +2,9 @@
 
 MOMENT names the place, `module:attribute`, or a module for the beginning of its import. Whoever gets there
 first, the command or a process that it has started, writes its number into the named pipe MOMENT_ARRIVED and
-waits for a signal; with MOMENT_LEAVE, another pipe, until somebody writes into that.
-MOMENT_TIMES lets so many calls pass before.
-Processes that are spawned import this file again, and so keep the same watch. Where this was itself forked
-from one that had imported torch, it forks, but for the moment in which a child imports torch.
+waits for a signal; with MOMENT_LEAVE, another pipe, until somebody writes into that. MOMENT_TIMES lets so
+many calls pass before. Processes that are spawned import this file again, and so keep the same watch. Where
+this was itself forked from one that had imported torch, it forks.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 torch takes two seconds to import, and what its first optimizer imports two more. Whatever lives by then is
 frozen, so that a collection of garbage, which timed steps ask for each time, does not look through it.
 
-What is forked from here ends if it hangs, but not what that forks in its turn: the thread which waits for the
-end is not in a fork, and a second wait would wait for it.
+What is forked from here ends if it hangs, but not what that forks in its turn.
 """
 
 from __future__ import annotations

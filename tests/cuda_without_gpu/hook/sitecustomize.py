@@ -3,9 +3,8 @@
 torch does without cuDNN: its interface hands out descriptions of plans that torch looks into; a function that
 returns 0 is not enough. Without it torch convolves by matrix products, whose workspaces are others.
 
-Objects go from process to process through the default store. torch sends them as bytes of tensors, whose
-number the receiver adds up on its device, where kernels compute nothing. ScheduleGPipe's stages tell each
-other their shapes so.
+Objects go through the default store: torch sends them as bytes of tensors, whose number the receiver adds up
+on its device, where kernels compute nothing.
 
 The engine compares sums of a forward and its recomputation in its first step. Of numbers that no kernel has
 written all sums are 0 here.

@@ -1,9 +1,8 @@
 """A pipeline's ranks in one process, over a network with NCCL's rules: `run`.
 
-Ranks take turns: no clock, no luck, and a deadlock is seen at once. Every rank is a thread, of which one runs
-at a time, until it has to wait for another; then the next one that can go on does. If nobody can, time
-passes, which is a number: those who look at something now and then look, and whoever waits for a limited time
-gives up. If that changes nothing, it is a deadlock, and all waits end with it.
+Every rank is a thread, of which one runs at a time, until it has to wait for another; then the next one that
+can go on does. If nobody can, time passes, which is a number: whoever waits for a limited time gives up. If
+that changes nothing, it is a deadlock, and all waits end with it.
 
 What NCCL does, as far as a pipeline can tell:
 
@@ -14,9 +13,8 @@ What NCCL does, as far as a pipeline can tell:
 - A kernel that waits occupies its device: who waits for the whole device waits for it.
 - A wait holds up the device alone. After an abort it holds up nothing, and what was received is garbage.
 
-Here the computation of a rank is its thread: what was enqueued before is done, and what a wait holds up is
-the thread. A message moves when somebody waits for it and no earlier, so that whoever changes or frees it too
-early changes what arrives; and memory is spoilt as soon as a receive is posted into it.
+A message moves when somebody waits for it and no earlier, so that whoever changes or frees it too early
+changes what arrives; and memory is spoilt as soon as a receive is posted into it.
 """
 
 from __future__ import annotations

@@ -10,14 +10,11 @@ current stream of the target was given before, and that one waits for it (a barr
 pinned memory runs in the target's stream; one from other memory, and any that is not asked to be
 asynchronous, holds up the host.
 
-On a GPU nothing fails when a wait is missing: the numbers are right until the day when two streams meet in
-the other order. So the history keeps a vector clock for each stream and for the host: two uses of a buffer,
-one of them a write, that no chain of waits orders are a fault, whatever happened to happen. Memory belongs to
-the stream that was current when it was allocated, and its next allocation gets it at once when the last
-reference dies: a use in another stream must be over by then, or the allocator told of it (`record_stream`).
-
-Beside the clocks runs a simulation of time: an operation starts when its stream, and all that the stream
-waits for, is done. What has no cost takes no time, so that the longest is what a schedule can reach at best.
+The history keeps a vector clock for each stream and for the host: two uses of a buffer, one of them a write,
+that no chain of waits orders are a fault. Memory belongs to the stream that was current when it was
+allocated, and its next allocation gets it at once when the last reference dies: a use in another stream must
+be over by then, or the allocator told of it (`record_stream`). Beside the clocks runs a simulation of time:
+an operation starts when its stream, and all that the stream waits for, is done.
 """
 
 from __future__ import annotations

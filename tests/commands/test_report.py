@@ -297,10 +297,10 @@ def test_every_number_of_the_first_screen_is_of_a_record(page):
         for cell in cells
     )
     tested = counts["agrees"] + counts["differs"]
-    assert f"of {tested} numbers {counts['agrees']} agree" in shown
+    assert f"of {tested} speeds {counts['agrees']} agree" in shown
 
 
 def test_without_records_it_claims_nothing():
     found = first_screen([], {})
     assert {line[-1] for line in found.claims} == {"not run"}
-    assert "of - numbers - agree" in found.markdown()
+    assert "of - speeds - agree" in found.markdown()

@@ -349,10 +349,10 @@ def _quadratic(places: Sequence[int], values: Sequence[int], at: int) -> Fractio
 @cache
 def _counted_operations(half: str, **size: Any) -> tuple[int, ...]:
     value: Any = example_batch(HALVES[half].model, 2, device="meta", **HALVES[half].options)[0]
-    found = []
+    layers, found = meta_model(half, **size), []
     with FakeTensorMode(), torch.no_grad():
         value = torch.empty(value.shape, dtype=value.dtype)
-        for layer in meta_model(half, **size):
+        for layer in layers:
             with FlopCounterMode(display=False) as counter:
                 value = fake_copy(layer)(value)
             found.append(counter.get_total_flops())

@@ -169,11 +169,12 @@ def test_a_table_computed_now_is_the_one_on_record() -> None:
 
 
 def test_a_transformer_of_table_1_is_cut_by_all_its_products() -> None:
-    """Fused attention's would be left out: 8 % of a layer's."""
+    """Fused attention's would be left out: 8 % of a layer's. AmoebaNet's can be counted as well."""
     half = HALVES["transformer"]
     assert load_reproduction().of(half.table)["attention"].value == "written out"
     full = FullSize(half.model, {**half.options, "num_layers": 3, "attention": "explicit"})
     assert [*operations("transformer", 3, 0, auxiliary_head=False)] == full.flops(2)
+    assert all(operations("amoebanet", 18, 16, auxiliary_head=False))
 
 
 def test_each_cell_of_table_2_says_its_width_and_mini_batch() -> None:

@@ -83,7 +83,7 @@ class InProcess:
         self._observe_transfer = observe_transfer or nullcontext
         self._transfers = Transfers() if devices else None
         self._moves = copy or bool(devices)
-        # By the number of the edge and the micro-batch; marks of when it is there also by whether it is a
+        # By the source of the edge and the micro-batch; marks of when it is there also by whether it is a
         # gradient.
         self._activations: dict[tuple[int, int], Message] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
@@ -96,25 +96,25 @@ class InProcess:
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
         if self._moves:
-            tensors = self._move(message.tensors, edge.target, (edge.number, microbatch, False))
+            tensors = self._move(message.tensors, edge.target, (edge.source, microbatch, False))
             message = message._replace(tensors=tensors)
-        self._activations[edge.number, microbatch] = message
+        self._activations[edge.source, microbatch] = message
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
-        message = self._activations.pop((edge.number, microbatch))
+        message = self._activations.pop((edge.source, microbatch))
         if self._marks:
-            self._arrive(message.tensors, edge.target, (edge.number, microbatch, False))
+            self._arrive(message.tensors, edge.target, (edge.source, microbatch, False))
         return message
 
     def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
         if self._moves:
-            gradients = self._move(gradients, edge.source, (edge.number, microbatch, True))
-        self._gradients[edge.number, microbatch] = gradients
+            gradients = self._move(gradients, edge.source, (edge.source, microbatch, True))
+        self._gradients[edge.source, microbatch] = gradients
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
-        gradients = self._gradients.pop((edge.number, microbatch))
+        gradients = self._gradients.pop((edge.source, microbatch))
         if self._marks:
-            self._arrive(gradients, edge.source, (edge.number, microbatch, True))
+            self._arrive(gradients, edge.source, (edge.source, microbatch, True))
         return gradients
 
     def send_loss(self, loss: Tensor) -> None:

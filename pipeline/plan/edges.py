@@ -50,15 +50,14 @@ SMALL_BYTES = 2**18
 
 
 class Edge(NamedTuple):
-    """An edge from one stage to the next, which has its source's number."""
+    """An edge from one stage to the next."""
 
-    number: int
     source: int
     target: int
 
 
 Direction = tuple[int, bool]
-"""The number of an edge, and whether gradients go back (True) or activations forward (False)."""
+"""The stage that an edge leaves, and whether gradients go back (True) or activations forward (False)."""
 Rounds = dict[Action, int]
 """The round of each action, if every action takes one round and begins as soon as it can."""
 
@@ -109,7 +108,7 @@ def is_one_too_many(number: int, oldest_bytes: int, small_bytes: int = SMALL_BYT
 
 def chain(num_stages: int) -> tuple[Edge, ...]:
     """The edges from each stage to the next."""
-    return tuple([Edge(stage, stage, stage + 1) for stage in range(num_stages - 1)])
+    return tuple([Edge(stage, stage + 1) for stage in range(num_stages - 1)])
 
 
 def turns(schedule: Schedule, worker: int, source: int, *, back: bool) -> tuple[tuple[int, int], ...]:

@@ -109,12 +109,12 @@ class PointToPoint:
         self._tags: dict[Direction, list[int]] = {}
         self._names: dict[Direction, str] = {}  # of what goes along an edge and back, for people
         for edge in self._chain:
-            self._names[edge.number, False] = f"output of stage {edge.source}"
-            self._names[edge.number, True] = f"gradient of the input of stage {edge.target}"
+            self._names[edge.source, False] = f"output of stage {edge.source}"
+            self._names[edge.source, True] = f"gradient of the input of stage {edge.target}"
             for back in (False, True):
                 count = schedule.num_microbatches
-                tags = [first_tag((edge.number, back), microbatch, count) for microbatch in range(count)]
-                self._tags[edge.number, back] = tags
+                tags = [first_tag((edge.source, back), microbatch, count) for microbatch in range(count)]
+                self._tags[edge.source, back] = tags
 
         for source, target, back in channels(schedule):
             connection = self._connections.by_heading[back, target > source]
@@ -175,7 +175,7 @@ class PointToPoint:
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
         """Hands an output to the stage where the edge ends."""
-        direction = edge.number, False
+        direction = edge.source, False
         sender = self._senders.get(direction)
         if sender is None:
             self._own.send(edge, microbatch, message)
@@ -208,7 +208,7 @@ class PointToPoint:
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
         """Returns the message of the stage where the edge begins."""
-        direction = edge.number, False
+        direction = edge.source, False
         receiver = self._receivers.get(direction)
         if receiver is None:
             return self._own.receive(edge, microbatch)
@@ -229,7 +229,7 @@ class PointToPoint:
 
     def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
         """Hands the gradients of what came along an edge to the stage where it begins."""
-        direction = edge.number, True
+        direction = edge.source, True
         sender = self._senders.get(direction)
         if sender is None:
             self._own.send_back(edge, microbatch, gradients)
@@ -250,7 +250,7 @@ class PointToPoint:
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
         """The gradients of what was sent along an edge."""
-        direction = edge.number, True
+        direction = edge.source, True
         receiver = self._receivers.get(direction)
         if receiver is None:
             return self._own.receive_back(edge, microbatch)

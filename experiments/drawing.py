@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.plan.timeline import Timeline
 
 # Distinguishable in grey print and for colour-blind readers: forward light, backward dark.
-COLORS = {"F": "#9ecae1", "R": "#fdd49e", "B": "#3182bd", "I": "#3182bd", "W": "#756bb1"}
+COLORS = {"F": "#9ecae1", "R": "#fdd49e", "B": "#3182bd", "I": "#08306b", "W": "#756bb1"}
 NAMES = {
     "F": "forward", "R": "recompute", "B": "backward", "I": "backward, inputs", "W": "backward, weights",
 }  # fmt: skip

@@ -21,10 +21,10 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from gpipe_bench.harness.paper import PaperNumber, convert, load_paper, percent, show
-from gpipe_bench.harness.record import Metric, interval_name
-from gpipe_bench.harness.reproduction import Unknown, Way, load_reproduction, words
-from gpipe_bench.harness.verdict import (
+from .paper import PaperNumber, convert, load_paper, percent, show
+from .record import Metric, interval_name
+from .reproduction import Unknown, Way, load_reproduction, words
+from .verdict import (
     DIFFERS,
     NARROW,
     NO_RECORD,

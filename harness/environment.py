@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.harness import ROOT
-from gpipe_bench.harness.processes import run
+from . import ROOT
+from .processes import run
 
 PACKAGES = ("experiments", "harness", "models", "pipeline", "planner")
 

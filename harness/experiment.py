@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpipe_bench.harness.record import Metric, Record, Scalar, Status, check_key, identity, label
-from gpipe_bench.harness.verdict import Result
+from .record import Metric, Record, Scalar, Status, check_key, identity, label
+from .verdict import Result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

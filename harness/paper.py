@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gpipe_bench.harness import PUBLISHED
+from . import PUBLISHED
 
 _GIB = 2**30
 

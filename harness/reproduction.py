@@ -21,7 +21,7 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from gpipe_bench.harness import PUBLISHED
+from . import PUBLISHED
 
 PATH, UNKNOWNS = PUBLISHED / "reproduction.toml", PUBLISHED / "unknowns.toml"
 

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
-from gpipe_bench.harness.paper import show
-from gpipe_bench.harness.record import Metric, Record, median_interval
+from .paper import show
+from .record import Metric, Record, median_interval
 
 SAMPLE_S = 0.05
 """Seconds that a sample takes at least: short ones measure the scheduler of the operating system."""

@@ -29,12 +29,12 @@ from datetime import UTC, datetime
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from gpipe_bench.harness.environment import environment, usable_cores
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions, select
-from gpipe_bench.harness.paper import UNITS
-from gpipe_bench.harness.processes import SETTLE_S, check, held, number_of, started, starting
-from gpipe_bench.harness.record import FINAL, SCHEMA, Record, decode, encode, printable
-from gpipe_bench.harness.store import Store, StoreError, latest, lines_of
+from .environment import environment, usable_cores
+from .experiment import Case, Experiment, Outcome, RunOptions, select
+from .paper import UNITS
+from .processes import SETTLE_S, check, held, number_of, started, starting
+from .record import FINAL, SCHEMA, Record, decode, encode, printable
+from .store import Store, StoreError, latest, lines_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpipe_bench.harness.record import Record, decode, encode
+from .record import Record, decode, encode
 
 
 class StoreError(OSError):

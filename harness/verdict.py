@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from gpipe_bench.harness.record import Metric, Record, Status
+from .record import Metric, Record, Status
 
 Verdict = Literal[
     "reproduced", "identity", "undecided", "above", "below", "not judged", "not comparable", "not run"

@@ -21,18 +21,19 @@ from typing import Any
 
 from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.planner.accelerators import accelerator
-from gpipe_bench.planner.candidate import Prediction, Way
-from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.formats import FORMATS, NAME, Written, as_run, command, written
-from gpipe_bench.planner.measured import ROUNDS, timed
-from gpipe_bench.planner.memory import Room, Rooms
-from gpipe_bench.planner.model import Model
-from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.request import MEASURED, Request, Space, check, splits_some, ways
-from gpipe_bench.planner.roofline import by_roofline
-from gpipe_bench.planner.search import KEPT, Found, Search
-from gpipe_bench.planner.steps import filled, moved
+
+from .accelerators import accelerator
+from .candidate import Prediction, Way
+from .costs import Costs
+from .formats import FORMATS, NAME, Written, as_run, command, written
+from .measured import ROUNDS, timed
+from .memory import Room, Rooms
+from .model import Model
+from .predict import predict
+from .request import MEASURED, Request, Space, check, splits_some, ways
+from .roofline import by_roofline
+from .search import KEPT, Found, Search
+from .steps import filled, moved
 
 SHOWN = 5
 """Number of ways that are printed."""

@@ -21,9 +21,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 from gpipe_bench.pipeline.plan.links import Bucket, Gather, Link, bucket_bytes_of
-from gpipe_bench.planner.candidate import WRAPPED, Grid
-from gpipe_bench.planner.costs import Costs, inside
-from gpipe_bench.planner.request import Request, Topology
+
+from .candidate import WRAPPED, Grid
+from .costs import Costs, inside
+from .request import Request, Topology
 
 
 def all_reduce_s(num_bytes: float, ranks: int, link: Link) -> float:

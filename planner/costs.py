@@ -22,7 +22,8 @@ import msgspec
 
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.planner.candidate import REMATS, WRAPPED
+
+from .candidate import REMATS, WRAPPED
 
 FIRST = " first"
 """Suffix of B or W for the first one of a step."""

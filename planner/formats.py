@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.pipeline.plan.schedule import Schedule, to_csv
-from gpipe_bench.planner.candidate import REMATS, WRAPPED, Candidate, by_schedule
-from gpipe_bench.planner.request import DIMENSIONS, Request
+
+from .candidate import REMATS, WRAPPED, Candidate, by_schedule
+from .request import DIMENSIONS, Request
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.workers import SharedWeight
-    from gpipe_bench.planner.model import Model
+
+    from .model import Model
 
 TEMPLATES = Path(__file__).parent / "templates"
 NAME = "train.py"
@@ -150,7 +152,7 @@ def _render(
     """The format's template, filled in with a plan and with what else it names."""
     import jinja2
 
-    from gpipe_bench.planner.model import PRODUCTS
+    from .model import PRODUCTS
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, trim_blocks=True,

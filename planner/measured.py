@@ -22,11 +22,12 @@ from typing import Any
 
 from gpipe_bench.pipeline import launch
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.planner.candidate import LEVELS
-from gpipe_bench.planner.costs import FIRST, ONCE, Costs, Run, SizeCosts
-from gpipe_bench.planner.model import Model
-from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, ProbeRun, probe
-from gpipe_bench.planner.request import Request
+
+from .candidate import LEVELS
+from .costs import FIRST, ONCE, Costs, Run, SizeCosts
+from .model import Model
+from .probes import Bench, Probed, ProbeJob, ProbeRun, probe
+from .request import Request
 
 MOST_SIZES = 4
 """Most micro-batch sizes that are timed; if there are more, the smallest, the largest and some between."""

@@ -34,8 +34,9 @@ from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.workers import SharedWeight, Transport, places, summing, without
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputes
-from gpipe_bench.planner.candidate import WRAPPED, Grid, Way, by_schedule
-from gpipe_bench.planner.request import Request
+
+from .candidate import WRAPPED, Grid, Way, by_schedule
+from .request import Request
 
 Stages = tuple[range, ...]
 Ties = tuple[SharedWeight, ...]

@@ -27,7 +27,8 @@ from gpipe_bench.pipeline.memory.workers import SharedWeight, shared_weights
 from gpipe_bench.pipeline.model.layers_of import layers_of
 from gpipe_bench.pipeline.plan.named import suggestion
 from gpipe_bench.pipeline.stage.trees import flatten, unflatten
-from gpipe_bench.planner.candidate import WRAPPED
+
+from .candidate import WRAPPED
 
 BATCH_SIZE = 32
 """Examples of the mini-batch of a published shape, where none are given."""

@@ -21,10 +21,11 @@ from gpipe_bench.pipeline.plan.links import FREE, Between, Bucket, Gather, Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.planner.candidate import Candidate, Prediction
-from gpipe_bench.planner.costs import Costs, kinds_of
-from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.steps import times_on
+
+from .candidate import Candidate, Prediction
+from .costs import Costs, kinds_of
+from .request import Request
+from .steps import times_on
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.peaks import StageMemory
@@ -138,7 +139,7 @@ def predict(candidate: Candidate, costs: Costs, request: Request, *, parts: bool
     beside = {"grid": layout.topology.describe()} if request.hosts > 1 else {}
     held: tuple[StageMemory, ...] = ()
     if costs.profiles is not None:
-        from gpipe_bench.planner.memory import Rooms
+        from .memory import Rooms
 
         room = Rooms(layout.costs.profiles, request, lambda tp: (), split=candidate.splits)(candidate)
         held = room.counted(candidate.cut, candidate.remat)

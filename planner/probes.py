@@ -41,9 +41,10 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event
 from gpipe_bench.pipeline.plan.walk import transfers
 from gpipe_bench.pipeline.stage.trees import flatten, split
-from gpipe_bench.planner.candidate import LEVELS
-from gpipe_bench.planner.costs import kinds_of
-from gpipe_bench.planner.model import Source
+
+from .candidate import LEVELS
+from .costs import kinds_of
+from .model import Source
 
 NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them
 ALONE = 2  # coarse stages where there is one process

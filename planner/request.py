@@ -21,7 +21,8 @@ from math import prod
 
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import NAMED, suggestion
-from gpipe_bench.planner.candidate import LEVELS, REMATS, Grid, Way, splits
+
+from .candidate import LEVELS, REMATS, Grid, Way, splits
 
 OPTIMIZERS = ("sgd", "rmsprop", "adam")
 PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16-pure")

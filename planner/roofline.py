@@ -36,10 +36,11 @@ from torch.utils.flop_counter import flop_registry
 from gpipe_bench.pipeline.memory.profile import LossLayer, attention_of, fake_copy, passed_on
 from gpipe_bench.pipeline.memory.trace import Boundary
 from gpipe_bench.pipeline.stage.compiled import signature
-from gpipe_bench.planner.accelerators import UPDATE_BYTES, Accelerator, accelerator
-from gpipe_bench.planner.costs import Costs, SizeCosts, inside
-from gpipe_bench.planner.model import HALF, Checkpointed, Model
-from gpipe_bench.planner.request import Request
+
+from .accelerators import UPDATE_BYTES, Accelerator, accelerator
+from .costs import Costs, SizeCosts, inside
+from .model import HALF, Checkpointed, Model
+from .request import Request
 
 MIDDLE = 0.8
 """Share of a single kernel's best rate that the prediction uses; the range's slow end uses its square."""

@@ -20,11 +20,12 @@ from gpipe_bench.pipeline.memory.workers import SharedWeight
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.planner.candidate import REMATS, Candidate, Grid, Way
-from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.memory import LATELY, Room, Rooms
-from gpipe_bench.planner.request import Request, Space, Topology, splits_some, ways
-from gpipe_bench.planner.steps import Cut, LayerTimes, LongSteps, best_cut, recomputed, times_on
+
+from .candidate import REMATS, Candidate, Grid, Way
+from .costs import Costs
+from .memory import LATELY, Room, Rooms
+from .request import Request, Space, Topology, splits_some, ways
+from .steps import Cut, LayerTimes, LongSteps, best_cut, recomputed, times_on
 
 KEPT = 8
 """Number of ways that are kept; fewer are printed."""

@@ -18,10 +18,11 @@ from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.walk import execution_order
-from gpipe_bench.planner.candidate import REMATS, WRAPPED, Grid
-from gpipe_bench.planner.collectives import Collectives, forward_kind
-from gpipe_bench.planner.costs import Costs, SizeCosts, inside
-from gpipe_bench.planner.request import Request
+
+from .candidate import REMATS, WRAPPED, Grid
+from .collectives import Collectives, forward_kind
+from .costs import Costs, SizeCosts, inside
+from .request import Request
 
 
 def recomputed(remat: str, num_microbatches: int) -> int:

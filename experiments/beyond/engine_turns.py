@@ -22,13 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.experiments.beyond.trainings import Job
-from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
-from gpipe_bench.experiments.engines.known import Ours
-from gpipe_bench.experiments.engines.setup import LossFn, Setup, clear, placement_of
-from gpipe_bench.experiments.engines.trials import Fault, IsolatedError, Tell, built, run_isolated
-from gpipe_bench.experiments.paper.results import samples_of
-from gpipe_bench.experiments.paper.steps import layer_seconds
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric, from_samples
 from gpipe_bench.harness.rounds import (
@@ -48,6 +41,14 @@ from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner.probes import settle, time_step
+
+from ..engines.checks import named_parameters, reference, verify
+from ..engines.known import Ours
+from ..engines.setup import LossFn, Setup, clear, placement_of
+from ..engines.trials import Fault, IsolatedError, Tell, built, run_isolated
+from ..paper.results import samples_of
+from ..paper.steps import layer_seconds
+from .trainings import Job
 
 WIDTH = 8  # of a layer that computes next to nothing
 PARTITION_MICROBATCHES = 4  # of the step that times single layers

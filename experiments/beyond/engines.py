@@ -22,7 +22,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.beyond.trainings import (
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.paper import convert, show
+from gpipe_bench.harness.record import Metric, Record, Scalar, from_samples
+from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.rounds import Times, differences, is_faster, measured, ratios, state_of, trust_of
+
+from ..registry import PROFILES
+from .trainings import (
     ALL,
     ALL_CORES,
     ALONE,
@@ -34,16 +41,10 @@ from gpipe_bench.experiments.beyond.trainings import (
     configuration_of,
     job_of,
 )
-from gpipe_bench.experiments.registry import PROFILES
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.paper import convert, show
-from gpipe_bench.harness.record import Metric, Record, Scalar, from_samples
-from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.rounds import Times, differences, is_faster, measured, ratios, state_of, trust_of
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.beyond.engine_turns import Found
-    from gpipe_bench.experiments.engines.trials import Fault
+    from ..engines.trials import Fault
+    from .engine_turns import Found
 
 SAME_SCHEDULE = (("ours-1f1b", "torch-1f1b"), ("interleaved", "torch-interleaved"), ("zb-v", "torch-zb-v"))
 SPEED, SHARE, COST = "speed", "share of the ideal step", "over the bare layers"
@@ -65,9 +66,10 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.beyond.engine_turns import fault_in, side_by_side, taken, without
-    from gpipe_bench.experiments.engines.known import why_no_torchgpipe
     from gpipe_bench.pipeline import devices
+
+    from ..engines.known import why_no_torchgpipe
+    from .engine_turns import fault_in, side_by_side, taken, without
 
     chosen = configuration_of(case.key)
     assert chosen is not None, "cases are made of configurations"

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpipe_bench.experiments.paper.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Provenance, Record, of_case
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Question, Result, Spread
 from gpipe_bench.pipeline.plan.partition import partition
+
+from ..paper.workloads import Workload
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
 MICROBATCHES = 4
@@ -72,7 +73,7 @@ def by_shape(work: Workload) -> Outcome:
     """Nothing of the model's size is allocated. Whatever computes the attention, its operations are those of
     the written one.
     """
-    from gpipe_bench.experiments.paper.full_size import FullSize
+    from ..paper.full_size import FullSize
 
     written_out = {"attention": "explicit"} if work.model == LANGUAGE else {}
     full = FullSize(work.model, {**work.options, **written_out})
@@ -107,7 +108,7 @@ def replica_bytes(gradients: int, replicas: int) -> int:
 
 def counted(work: Workload) -> Outcome:
     """Counts the bytes that left each process, beside those computed from shapes."""
-    from gpipe_bench.experiments.paper.steps import run_processes
+    from ..paper.steps import run_processes
 
     of_ranks = run_processes(count, RANKS[COUNTED], work)
     sent = {way: [each[way] for each in of_ranks] for way in ("pp", "dp")}

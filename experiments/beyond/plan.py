@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, MODELS, PART, PREDICTED, STEP
-from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Metric, Record, of_case
@@ -32,6 +30,9 @@ from gpipe_bench.planner.candidate import Grid, Prediction, Way
 from gpipe_bench.planner.collectives import forward_kind
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import Request, link_named
+
+from ..drawing import picture
+from .trainings import BY_THE_CLOCK, MODELS, PART, PREDICTED, STEP
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +65,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
                 for number, step in enumerate(ways, start=1)
             ]
         )
-    from gpipe_bench.experiments.beyond import plan_steps
+    from . import plan_steps
 
     planned = MODELS[options.profile][str(case.key["model"])]
     return plan_steps.run(planned, options.seed, options.device)

@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_bench.experiments.beyond.engine_turns import Found, conditions_of
-from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, PREDICTED, STEP, Planned
-from gpipe_bench.experiments.paper.steps import run_processes
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, against_itself, slowest, turns
@@ -44,6 +41,10 @@ from gpipe_bench.planner.probes import (
 )
 from gpipe_bench.planner.request import Request, Space
 from gpipe_bench.planner.search import Search
+
+from ..paper.steps import run_processes
+from .engine_turns import Found, conditions_of
+from .trainings import BY_THE_CLOCK, PREDICTED, STEP, Planned
 
 NUM_WORKERS = 2
 SEED = 1811

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gpipe_bench.experiments.drawing import charts, picture
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.paper import load_paper
@@ -35,6 +34,8 @@ from gpipe_bench.pipeline.plan.named import NAMED, named, vee
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, most_alive_of
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
+
+from ..drawing import charts, picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

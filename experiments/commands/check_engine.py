@@ -13,11 +13,12 @@ import sys
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
 
-from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, lines_only, tell
 from gpipe_bench.harness.report.grid import SCREEN, Grid, within
 
+from .output import CASE_FAILED, DONE, VERDICT_FAILED, lines_only, tell
+
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.engines.trials import Row
+    from ..engines.trials import Row
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -34,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for a name that leads nowhere."""
     if arguments.timeout_s <= 0:
         raise ValueError(f"--timeout-s is {arguments.timeout_s:g}; give seconds, such as 30")
-    from gpipe_bench.experiments.engines.checks import BROKEN, CANNOT, FAILED, OK
-    from gpipe_bench.experiments.engines.trials import faults
+    from ..engines.checks import BROKEN, CANNOT, FAILED, OK
+    from ..engines.trials import faults
 
     engine = arguments.engine
     with lines_only():  # what an engine's module prints is no line of the result
@@ -81,7 +82,7 @@ def _rows(engine: str, timeout_s: float) -> list[Row]:
         raise ValueError(
             "check-engine runs pytest, which is missing; install gpipe-bench with its extra conformance"
         ) from error
-    from gpipe_bench.experiments.engines.trials import PLACES
+    from ..engines.trials import PLACES
 
     class Found:
         """The plugin "found", in which the tests leave their results."""

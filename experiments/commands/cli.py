@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import gpipe_bench
-from gpipe_bench.experiments.commands.output import (
+from gpipe_bench.harness import own_results
+from gpipe_bench.harness.processes import number_of, stopping
+from gpipe_bench.pipeline.plan.named import suggestion
+
+from ..registry import EXPERIMENTS, program, spelled_out
+from .output import (
     BAD_USAGE,
     DONE,
     IO_FAILED,
@@ -25,10 +30,6 @@ from gpipe_bench.experiments.commands.output import (
     prepare_streams,
     say,
 )
-from gpipe_bench.experiments.registry import EXPERIMENTS, program, spelled_out
-from gpipe_bench.harness import own_results
-from gpipe_bench.harness.processes import number_of, stopping
-from gpipe_bench.pipeline.plan.named import suggestion
 
 
 class Verb(NamedTuple):

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from gpipe_bench.experiments.commands.output import DONE, print_line, say, warn
-from gpipe_bench.experiments.registry import PROFILES, load, program
 from gpipe_bench.harness import REFERENCE, short_path
 from gpipe_bench.harness.compare import differences
 from gpipe_bench.harness.experiment import Experiment
@@ -22,6 +20,9 @@ from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.report.table import Shown, readable, screen, shown_of
 from gpipe_bench.harness.store import Store, lines_of, select_records
+
+from ..registry import PROFILES, load, program
+from .output import DONE, print_line, say, warn
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -47,8 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _unknowns(name: str) -> None:
     """Raises ValueError for an experiment that computes nothing at the paper's size."""
-    from gpipe_bench.experiments.paper import reproduction
     from gpipe_bench.harness.report import reproduced
+
+    from ..paper import reproduction
 
     if name not in reproduced.SECONDS:
         raise ValueError(

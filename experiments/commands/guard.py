@@ -19,8 +19,13 @@ from pathlib import Path
 
 import msgspec
 
-from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, print_line
-from gpipe_bench.experiments.guard.arms import (
+from gpipe_bench.harness import PUBLISHED, ROOT, is_checkout
+from gpipe_bench.harness.environment import code_state
+from gpipe_bench.harness.report.grid import fill
+from gpipe_bench.harness.store import write_whole
+from gpipe_bench.pipeline.plan.named import suggestion
+
+from ..guard.arms import (
     TIMEOUT_S,
     Command,
     Subject,
@@ -31,12 +36,8 @@ from gpipe_bench.experiments.guard.arms import (
     subject_of,
     top_of,
 )
-from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table
-from gpipe_bench.harness import PUBLISHED, ROOT, is_checkout
-from gpipe_bench.harness.environment import code_state
-from gpipe_bench.harness.report.grid import fill
-from gpipe_bench.harness.store import write_whole
-from gpipe_bench.pipeline.plan.named import suggestion
+from ..guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table
+from .output import CASE_FAILED, DONE, VERDICT_FAILED, print_line
 
 COUNTERS = PUBLISHED / "guard" / "counters.json"
 OWN = "experiments/guard/own.py"
@@ -180,7 +181,7 @@ def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
     """The first tier: whether the numbers are the committed ones."""
     import torch
 
-    from gpipe_bench.experiments.guard import own
+    from ..guard import own
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

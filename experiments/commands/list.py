@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments import gpu
-from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, tell, warn
-from gpipe_bench.experiments.registry import EXPERIMENTS, load, program
+from .. import gpu
+from ..registry import EXPERIMENTS, load, program
+from .output import DONE, VERDICT_FAILED, tell, warn
 
 if TYPE_CHECKING:
     from gpipe_bench.harness.experiment import Experiment
@@ -73,11 +73,12 @@ def _time(experiment: Experiment, profile: str, store: Store) -> dict[str, Any]:
     """How many cases `run` would take from the records; expected seconds: the time that a case took here, at
     whichever revision, or its declared estimate.
     """
-    from gpipe_bench.experiments.commands.run import usual_options
     from gpipe_bench.harness.experiment import RunOptions
     from gpipe_bench.harness.record import FINAL
     from gpipe_bench.harness.runner import sensible_jobs
     from gpipe_bench.harness.store import latest
+
+    from .run import usual_options
 
     cases = experiment.cases(RunOptions(profile=profile))
     stored = latest(store.load(experiment.name).records)

@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.commands.output import DONE, check_counts, screen_width, tell, warn, write_text
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.planner.candidate import REMATS
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
 from gpipe_bench.planner.request import MEASURED, Request, Space, check, divisors, link_named, link_within
+
+from .output import DONE, check_counts, screen_width, tell, warn, write_text
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.answer import Plan

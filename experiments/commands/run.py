@@ -13,17 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.commands.output import (
-    CASE_FAILED,
-    DONE,
-    VERDICT_FAILED,
-    interrupted,
-    lines_only,
-    print_line,
-    say,
-)
-from gpipe_bench.experiments.drawing import draw
-from gpipe_bench.experiments.registry import PROFILES, load, program
 from gpipe_bench.harness import short_path
 from gpipe_bench.harness.experiment import Experiment, RunOptions, only_of
 from gpipe_bench.harness.record import Record, encode, printable
@@ -33,6 +22,10 @@ from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experi
 from gpipe_bench.harness.store import Store, latest, select_records
 from gpipe_bench.harness.verdict import JUDGED, Comparison
 from gpipe_bench.pipeline.plan.named import suggestion
+
+from ..drawing import draw
+from ..registry import PROFILES, load, program
+from .output import CASE_FAILED, DONE, VERDICT_FAILED, interrupted, lines_only, print_line, say
 
 TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # torch reads it when it is loaded
 
@@ -183,7 +176,7 @@ def _own_engine(asked: str, experiment: Experiment) -> str:
             f"unknown engine {asked!r}{suggestion(asked, experiment.engines)}; "
             f"known: {', '.join(experiment.engines)}, or your own as module:attribute"
         )
-    from gpipe_bench.experiments.engines.setup import pinned
+    from ..engines.setup import pinned
 
     return pinned(asked)
 

@@ -15,15 +15,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.commands.output import (
-    DONE,
-    VERDICT_FAILED,
-    check_counts,
-    screen_width,
-    tell,
-    write_text,
-)
-from gpipe_bench.experiments.drawing import charts
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named, suggestion
 from gpipe_bench.pipeline.plan.schedule import (
@@ -38,6 +29,9 @@ from gpipe_bench.pipeline.plan.schedule import (
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline, draw
 from gpipe_bench.pipeline.plan.walk import validate
+
+from ..drawing import charts
+from .output import DONE, VERDICT_FAILED, check_counts, screen_width, tell, write_text
 
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 """Most actions of a schedule, and most slots of a picture: more would take minutes and gigabytes."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpipe_bench.experiments.engines.checks import (
+from .checks import (
     CANNOT,
     FAILED,
     OK,
@@ -42,7 +42,7 @@ from gpipe_bench.experiments.engines.checks import (
     round_norm,
     same,
 )
-from gpipe_bench.experiments.engines.setup import Setup
+from .setup import Setup
 
 _SCALE = 2.0**16  # as a scaler of gradients begins with
 

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.engines.setup import Engine, LossFn, Setup, clear
 from gpipe_bench.pipeline.plan.schedule import recomputes
 from gpipe_bench.pipeline.stage.trees import num_examples, split, tensors_of
+
+from .setup import Engine, LossFn, Setup, clear
 
 TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-9,

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_bench.experiments.engines.setup import LossFn, Setup
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.named import loop, vee
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.stage.trees import num_examples, tensors_of
+
+from .setup import LossFn, Setup
 
 
 class Ours:

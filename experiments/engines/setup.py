@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.pipeline.plan.named import suggestion
 from gpipe_bench.planner.candidate import REMATS
+
+from ..registry import ENGINES
 
 if TYPE_CHECKING:
     import torch

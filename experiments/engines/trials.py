@@ -29,10 +29,11 @@ import torch
 from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
-from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Case, first_steps, subject
-from gpipe_bench.experiments.engines.checks import BROKEN, CANNOT, FAILED, OK, UNTRIED, Given, Said, drawn
-from gpipe_bench.experiments.engines.setup import Engine, NoStepError, Setup, build, placement_of, resolve
 from gpipe_bench.pipeline.ranks.launch import launch
+
+from .cases import BASE, CASES, GROUPS, Case, first_steps, subject
+from .checks import BROKEN, CANNOT, FAILED, OK, UNTRIED, Given, Said, drawn
+from .setup import Engine, NoStepError, Setup, build, placement_of, resolve
 
 T = TypeVar("T")
 

@@ -12,16 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.guard.arms import (
-    Arm,
-    Built,
-    Command,
-    CommandArm,
-    Subject,
-    WorkerError,
-    arms_of,
-    check_numbers,
-)
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import (
     ARMS,
@@ -42,6 +32,8 @@ from gpipe_bench.harness.rounds import (
     twice,
     verdict_of,
 )
+
+from .arms import Arm, Built, Command, CommandArm, Subject, WorkerError, arms_of, check_numbers
 
 BUDGET_S = 150.0  # for all that is timed, so that a whole run stays within three minutes
 FIRST_SHARE = 0.6  # of the time for the first runs of all benchmarks: unconfirmed, a regression fails nothing

@@ -32,7 +32,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
     torch.set_num_threads(1)
     if reproduced.is_computed(case):
-        from gpipe_bench.experiments.paper import reproduction
+        from . import reproduction
 
         return reproduction.run("computed", case)
     return Outcome((networks(), statistics()))

@@ -15,19 +15,15 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.consistency_judging import cells, figures, tables
-from gpipe_bench.experiments.paper.consistency_protocol import (
-    Subject,
-    check_folders,
-    load_protocol,
-    subject_of,
-)
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 
+from .consistency_judging import cells, figures, tables
+from .consistency_protocol import Subject, check_folders, load_protocol, subject_of
+
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.paper.consistency_tasks import Task
-    from gpipe_bench.experiments.paper.consistency_training import Setting, Trained
+    from .consistency_tasks import Task
+    from .consistency_training import Setting, Trained
 
 SECONDS = {"images": 32.0, "text": 13.0}  # of a training while another one runs beside it
 
@@ -106,7 +102,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     """Trains, and sets what comes out against its reference."""
     import torch
 
-    from gpipe_bench.experiments.paper.consistency_tasks import task_of
+    from .consistency_tasks import task_of
 
     torch.set_num_threads(1)
     key: dict[str, Any] = case.key
@@ -127,7 +123,7 @@ Result = tuple["Trained", list[Metric], dict[str, Any]]
 
 
 def _run_training(key: dict[str, Any], subject: Subject, task: Task, options: RunOptions) -> Result:
-    from gpipe_bench.experiments.paper.consistency_training import Setting, trained
+    from .consistency_training import Setting, trained
 
     setting = Setting(
         key["engine"], key["num_stages"], key["num_microbatches"], key["seed"], options.device,
@@ -149,13 +145,13 @@ def _run_training(key: dict[str, Any], subject: Subject, task: Task, options: Ru
 @cache
 def _reference(subject: Subject, setting: Setting) -> Trained:
     """The training that others from its seed are compared with; cases of one group share it."""
-    from gpipe_bench.experiments.paper.consistency_training import trained
+    from .consistency_training import trained
 
     return trained(subject, setting)
 
 
 def _run_asynchronous(key: dict[str, Any], subject: Subject, task: Task, options: RunOptions) -> Result:
-    from gpipe_bench.experiments.paper.consistency_training import train_asynchronously
+    from .consistency_training import train_asynchronously
 
     how = {name: key[name] for name in ("stash", "rate", "initial_seed")}
     found = train_asynchronously(task, key["num_stages"], key["seed"], **how)
@@ -171,7 +167,7 @@ def _run_asynchronous(key: dict[str, Any], subject: Subject, task: Task, options
 
 def _differences(trained: Trained, reference: Trained) -> list[Metric]:
     """Differences of the weights, and of everything that is kept, running statistics included."""
-    from gpipe_bench.experiments.paper.consistency_training import is_statistic
+    from .consistency_training import is_statistic
 
     largest = squares = total = 0.0
     different = number = 0

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.drawing import paper_style
-from gpipe_bench.experiments.paper.consistency_protocol import METRICS, Protocol, load_protocol
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.record import FEWEST, Metric, Record, of_case
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.verdict import Result
+
+from ..drawing import paper_style
+from .consistency_protocol import METRICS, Protocol, load_protocol
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

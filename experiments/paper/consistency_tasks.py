@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.paper.consistency_protocol import ImageRecipe, Subject, TextRecipe
 from gpipe_bench.models import MODELS
 from gpipe_bench.models.tasks import class_loss
 from gpipe_bench.models.torchvision_shim import import_torchvision
+
+from .consistency_protocol import ImageRecipe, Subject, TextRecipe
 
 Batch = tuple[Tensor, Tensor]
 

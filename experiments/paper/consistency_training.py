@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from gpipe_bench.experiments.paper.consistency_protocol import Subject
-from gpipe_bench.experiments.paper.consistency_tasks import Task, task_of
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.ranks.launch import launch
 from gpipe_bench.pipeline.stage.layers import run_plain
+
+from .consistency_protocol import Subject
+from .consistency_tasks import Task, task_of
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.drawing import charts, paper_style
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.paper import SENTENCES
 from gpipe_bench.harness.record import Metric, Record, Scalar, find, frame, of_case
@@ -27,6 +26,8 @@ from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.schedule import Remat, Schedule, most_alive_of
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
+
+from ..drawing import charts, paper_style
 
 SECONDS = {"chart": 0.02, "bubble": 0.15, "formula": 0.01, "size": 0.4}  # of a case, by part
 UNIT = "forwards"

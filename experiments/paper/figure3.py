@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper import evidence
-from gpipe_bench.experiments.paper.workloads import PROFILES, VERSION1, Configuration, real_cases
-from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.verdict import Result
+
+from ..drawing import picture
+from ..registry import ENGINES
+from . import evidence
+from .workloads import PROFILES, VERSION1, Configuration, real_cases
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,10 +56,10 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if reproduced.is_computed(case):
-        from gpipe_bench.experiments.paper import reproduction
+        from . import reproduction
 
         return reproduction.run("figure3", case)
-    from gpipe_bench.experiments.paper.steps import num_devices, run_real, timed
+    from .steps import num_devices, run_real, timed
 
     name = str(case.key["model"])
     workload = VERSION1[name][options.profile]

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper.profiles import EXAMPLES, Reading, cut_by, profiled_model, resized
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile
 from gpipe_bench.pipeline.plan.links import Link
@@ -32,6 +31,8 @@ from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.planner.accelerators import TPU_V2, UPDATE_BYTES, Accelerator
 from gpipe_bench.planner.predict import breakdown
 from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
+
+from .profiles import EXAMPLES, Reading, cut_by, profiled_model, resized
 
 Shape = tuple[tuple[int, ...], int, bool]
 """A noted tensor: lengths, bytes of an element (as float32), whether it is of floating point."""

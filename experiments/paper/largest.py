@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper.profiles import Reading, amoebanet, meta_model, transformer
-from gpipe_bench.experiments.paper.workloads import materialized
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.runner import memory_error
@@ -40,6 +38,9 @@ from gpipe_bench.pipeline.stage.stage import Gradients, Stage
 from gpipe_bench.pipeline.stage.trees import Message, split, tensors_of
 from gpipe_bench.pipeline.step import prepare, run
 from gpipe_bench.pipeline.transport import InProcess
+
+from .profiles import Reading, amoebanet, meta_model, transformer
+from .workloads import materialized
 
 FILTERS_STEP = 16
 

@@ -135,7 +135,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         with torch.device("meta"):
             count = count_parameters(MODELS["amoebanet-c"](**SIX_228))
         return Outcome((_metric(COUNTED, count, "parameters"),))
-    from gpipe_bench.experiments.paper.profiles import unet_memory
+    from .profiles import unet_memory
 
     (of,) = [each for each in runs(part) if each.column == case.key["column"]]
     place = of.table, of.row, of.column
@@ -157,9 +157,10 @@ def _metric(cell: Place, value: float, unit: str) -> Metric:
 
 def _speeds(script: str) -> Outcome:
     """All published speeds of one script, and their ratios to the first."""
-    from gpipe_bench.experiments.paper.full_size import FullSize
     from gpipe_bench.pipeline.plan.links import Link
     from gpipe_bench.planner.accelerators import P40
+
+    from .full_size import FullSize
 
     names, choices = ("share_of_peak", "link_bytes_per_s", "link_latency_s"), load_reproduction().of(LIKE)
     share, bandwidth, latency = (float(str(choices[name].value)) for name in names)
@@ -180,7 +181,7 @@ def _speeds(script: str) -> Outcome:
 
 def amoebanet_memory(of: Run) -> float:
     """Bytes of an AmoebaNet-D's peak activation memory, all accelerators, as Table 1 counts its own."""
-    from gpipe_bench.experiments.paper.profiles import Reading, amoebanet, held_in_cut
+    from .profiles import Reading, amoebanet, held_in_cut
 
     reading = Reading(autocast=False)
     layers, loss = amoebanet(reading, of.layers, of.filters, of.examples, 1000, auxiliary_head=False)

@@ -15,17 +15,6 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gpipe_bench.experiments.paper.evidence import OF_SHARES, SPEED_UPS, Worst, worst
-from gpipe_bench.experiments.paper.full_size import FullSize, Step, of_the_paper
-from gpipe_bench.experiments.paper.largest import largest_size
-from gpipe_bench.experiments.paper.profiles import (
-    BYTES_PER_PARAMETER,
-    Reading,
-    held_by_stages,
-    held_in_cut,
-    num_parameters,
-    profiled_model,
-)
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.paper import SENTENCES, convert, load_paper
 from gpipe_bench.harness.record import Metric
@@ -37,6 +26,18 @@ from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.planner.accelerators import P100_16, TPUS
+
+from .evidence import OF_SHARES, SPEED_UPS, Worst, worst
+from .full_size import FullSize, Step, of_the_paper
+from .largest import largest_size
+from .profiles import (
+    BYTES_PER_PARAMETER,
+    Reading,
+    held_by_stages,
+    held_in_cut,
+    num_parameters,
+    profiled_model,
+)
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,7 +13,6 @@ from functools import partial
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.experiments.paper.workloads import NUM_MICROBATCHES, Configuration, Job
 from gpipe_bench.harness.record import Metric, Provenance, Scalar, from_samples
 from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.harness.rounds import Usage, used_by_others
@@ -26,8 +25,10 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.accelerators import P100_16
 from gpipe_bench.planner.predict import Breakdown, breakdown
 
+from .workloads import NUM_MICROBATCHES, Configuration, Job
+
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.paper.full_size import FullSize
+    from .full_size import FullSize
 
 Samples = dict[tuple[int, Kind], tuple[float, ...]]
 

@@ -19,9 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
-from gpipe_bench.experiments.paper.results import Found, Steps, TimedActions, check_ran, results, samples_of
-from gpipe_bench.experiments.paper.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.environment import usable_cores
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
@@ -39,6 +36,10 @@ from gpipe_bench.pipeline.stage.split_backward import run_engine
 from gpipe_bench.pipeline.stage.tensors import MicrobatchState
 from gpipe_bench.pipeline.stage.trees import Message, flatten, split, tensors_of
 from gpipe_bench.planner.probes import boundary_bytes, copy_bandwidth, settle, time_step
+
+from ..engines.setup import Engine, Setup, clear, resolve
+from .results import Found, Steps, TimedActions, check_ran, results, samples_of
+from .workloads import Configuration, Job, Workload
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 ALONE, SHARED = "all stages in one process", "one stage per process"

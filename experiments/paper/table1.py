@@ -15,11 +15,12 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from gpipe_bench.experiments.paper.table1_shown import JUDGED_ATTENTION, cells, figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.models.paper import COLUMNS, HALVES, column
+
+from .table1_shown import JUDGED_ATTENTION, cells, figures, tables
 
 PRECISIONS = ("float32", "bfloat16")
 SMOKE_COLUMNS = {"amoebanet": ("pipeline-1",), "transformer": ("naive-1", "pipeline-8", "pipeline-128")}
@@ -68,7 +69,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
     torch.set_num_threads(1)
     if reproduced.is_computed(case):
-        from gpipe_bench.experiments.paper import reproduction
+        from . import reproduction
 
         return reproduction.run("table1", case)
     key: dict[str, Any] = case.key
@@ -77,7 +78,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return _run_largest(key) if key["part"] == "largest" else _run_paper(key)
     if options.device != "cuda":
         return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
-    from gpipe_bench.experiments.paper.largest import run_column
+    from .largest import run_column
 
     smallest = options.profile == "smoke"
     return run_column(key["half"], key["column"], key["precision"], smallest=smallest)
@@ -85,7 +86,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 def _run_paper(key: dict[str, Any]) -> Outcome:
     """The paper's own configuration, at the micro-batches the texts give."""
-    from gpipe_bench.experiments.paper.largest import Setting, place_anyhow
+    from .largest import Setting, place_anyhow
 
     half, size = HALVES[key["half"]], column(key["half"], key["column"])
     setting = Setting.of(key["half"], key["column"], key["precision"], key["attention"])
@@ -106,7 +107,7 @@ def _run_paper(key: dict[str, Any]) -> Outcome:
 
 def _run_largest(key: dict[str, Any]) -> Outcome:
     """The largest model of the family that fits on as many accelerators of the same memory."""
-    from gpipe_bench.experiments.paper.largest import Setting, largest
+    from .largest import Setting, largest
 
     cap = {"cap_gib": HALVES[key["half"]].cap_gib}
     setting = Setting.of(key["half"], key["column"], key["precision"], key["attention"])

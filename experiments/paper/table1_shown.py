@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.drawing import paper_style
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.paper import convert, show
@@ -16,6 +15,8 @@ from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import computed_markdown
 from gpipe_bench.harness.verdict import Comparison, Result
 from gpipe_bench.models.paper import COLUMNS, GIB, HALVES
+
+from ..drawing import paper_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,14 +18,15 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper import evidence
-from gpipe_bench.experiments.paper.workloads import PROFILES, TABLE2, Configuration, Workload, real_cases
-from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import REPRODUCTION, Metric, Record, from_samples, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.verdict import Result
+
+from ..drawing import picture
+from ..registry import ENGINES
+from . import evidence
+from .workloads import PROFILES, TABLE2, Configuration, Workload, real_cases
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,10 +61,10 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if reproduced.is_computed(case):
-        from gpipe_bench.experiments.paper import reproduction
+        from . import reproduction
 
         return reproduction.run("table2", case)
-    from gpipe_bench.experiments.paper.steps import run_real, timed
+    from .steps import run_real, timed
 
     workload = TABLE2[str(case.key["model"])][options.profile]
     if "part" in case.key:
@@ -77,8 +78,8 @@ def _configurations(
     workload: Workload, batch: str, options: RunOptions
 ) -> tuple[tuple[Configuration, ...], dict[str, Any]]:
     """Configurations that are run, and facts for the record."""
-    from gpipe_bench.experiments.paper.steps import num_devices
-    from gpipe_bench.experiments.paper.workloads import fitted
+    from .steps import num_devices
+    from .workloads import fitted
 
     cells = [(k, m) for k in STAGES[options.profile] for m in MICROBATCHES[options.profile]]
     if batch == "fitted":

@@ -17,22 +17,16 @@ from functools import partial
 from operator import truediv
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper import evidence
-from gpipe_bench.experiments.paper.results import SAME_SHARE
-from gpipe_bench.experiments.paper.workloads import (
-    NUM_MICROBATCHES,
-    PROFILES,
-    TABLE3,
-    Configuration,
-    Job,
-    real_cases,
-)
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, interval_name
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
+
+from ..drawing import picture
+from . import evidence
+from .results import SAME_SHARE
+from .workloads import NUM_MICROBATCHES, PROFILES, TABLE3, Configuration, Job, real_cases
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,12 +49,12 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if reproduced.is_computed(case):
-        from gpipe_bench.experiments.paper import reproduction
+        from . import reproduction
 
         return reproduction.run("table3", case)
-    from gpipe_bench.experiments.paper.full_size import FullSize
-    from gpipe_bench.experiments.paper.results import replayed
-    from gpipe_bench.experiments.paper.steps import measure, run_real
+    from .full_size import FullSize
+    from .results import replayed
+    from .steps import measure, run_real
 
     sizes = TABLE3[str(case.key["model"])]
     workload, paper = sizes[options.profile], sizes["full"]

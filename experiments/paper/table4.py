@@ -16,15 +16,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper import evidence
-from gpipe_bench.experiments.paper.workloads import PROFILES, VERSION1, Configuration, real_cases
-from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, from_samples
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
+
+from ..drawing import picture
+from ..registry import ENGINES
+from . import evidence
+from .workloads import PROFILES, VERSION1, Configuration, real_cases
 
 if TYPE_CHECKING:
     from matplotlib.container import BarContainer
@@ -57,11 +58,11 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if reproduced.is_computed(case):
-        from gpipe_bench.experiments.paper import reproduction
+        from . import reproduction
 
         return reproduction.run("table4", case)
-    from gpipe_bench.experiments.paper.results import by_turn, joined, link_of, take_apart
-    from gpipe_bench.experiments.paper.steps import num_devices, run_real, timed
+    from .results import by_turn, joined, link_of, take_apart
+    from .steps import num_devices, run_real, timed
 
     model = str(case.key["model"])
     workload = VERSION1[model][options.profile]

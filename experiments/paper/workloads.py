@@ -294,8 +294,9 @@ def peak_bytes(workload: Workload, num_stages: int, num_microbatches: int, micro
     """Peak bytes of the fullest stage under gpipe with re-materialization and RMSProp (modelled). The cut is
     by the estimated cost of the layers, since nothing has been timed yet.
     """
-    from gpipe_bench.experiments.paper.profiles import Reading, profiled_model
     from gpipe_bench.pipeline.memory.workers import pipeline_memory
+
+    from .profiles import Reading, profiled_model
 
     stages = partition(_layer_costs(workload), num_stages)
     schedule = gpipe(num_stages, num_microbatches, "always")

@@ -17,20 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.harness import PUBLISHED
-from gpipe_bench.harness.compare import absent, judge, peers_of
-from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.paper import PaperNumber, PaperTable, percent, show
-from gpipe_bench.harness.report import table as tables_of_words
-from gpipe_bench.harness.report.grid import Grid, fill
-from gpipe_bench.harness.report.table import (
-    MEANINGS,
-    Table,
-    numbered,
-    parts_of,
-    range_text,
-)
-from gpipe_bench.harness.verdict import ANSWERS, QUESTIONS, Answer, Comparison
+from .. import PUBLISHED
+from ..compare import absent, judge, peers_of
+from ..experiment import Experiment
+from ..paper import PaperNumber, PaperTable, percent, show
+from ..verdict import ANSWERS, QUESTIONS, Answer, Comparison
+from . import table as tables_of_words
+from .grid import Grid, fill
+from .table import MEANINGS, Table, numbered, parts_of, range_text
 
 if TYPE_CHECKING:
     from markupsafe import Markup

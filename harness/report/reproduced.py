@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from gpipe_bench.harness import REFERENCE
-from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.paper import SENTENCES, convert, load_paper, of_the_paper, percent, show
-from gpipe_bench.harness.record import REPRODUCTION, Record, of_case
-from gpipe_bench.harness.report.grid import fill, numbers_text
-from gpipe_bench.harness.report.table import is_beside
-from gpipe_bench.harness.reproduction import (
+from .. import REFERENCE
+from ..compare import compare
+from ..experiment import Case, RunOptions
+from ..paper import SENTENCES, convert, load_paper, of_the_paper, percent, show
+from ..record import REPRODUCTION, Record, of_case
+from ..reproduction import (
     Kind,
     PredictorError,
     Published,
@@ -28,7 +26,9 @@ from gpipe_bench.harness.reproduction import (
     of_quotient,
     predictor_errors,
 )
-from gpipe_bench.harness.verdict import Answer, Comparison, Result, Spread
+from ..verdict import Answer, Comparison, Result, Spread
+from .grid import fill, numbers_text
+from .table import is_beside
 
 Place = tuple[str, str, str]
 """Table, row and column."""

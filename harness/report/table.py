@@ -12,12 +12,12 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
-from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.paper import SENTENCES, percent, show, show_interval, show_with_interval
-from gpipe_bench.harness.record import Record
-from gpipe_bench.harness.report.grid import SCREEN, Grid, fill, within
-from gpipe_bench.harness.verdict import ANSWERS, QUESTIONS, Answer, Comparison, Result
+from ..compare import compare
+from ..experiment import Experiment
+from ..paper import SENTENCES, percent, show, show_interval, show_with_interval
+from ..record import Record
+from ..verdict import ANSWERS, QUESTIONS, Answer, Comparison, Result
+from .grid import SCREEN, Grid, fill, within
 
 MEANINGS: Mapping[Answer, str] = {
     "agrees": "the printed number, with its rounding, meets ours with its error",

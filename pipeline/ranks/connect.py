@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import count, pairwise, permutations
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -106,18 +106,20 @@ def open_connections(
     store, is_accelerated = detector.of_pipeline, network.is_accelerated(device)
     if is_accelerated:
         detector.device_waits.begin(partial(network.mark, device))
-    near = neighbours(
+    control_backend, near = neighbours(
         store,
         peers(schedule, network.rank),
         device_type=device.type,
         willing=share_memory and not is_accelerated,
+        meet=partial(network.backend, store, "control", accelerated=False),
     )
     channels_of_memory = count()
 
-    def connect(name: str, *, accelerated: bool = is_accelerated) -> Connection:
+    def connection_over(backend: Any, *, accelerated: bool) -> Connection:
         types, waits = (NCCL_TYPES, detector.device_waits) if accelerated else (None, None)
-        made = network.backend(store, name, accelerated=accelerated)
-        connection = Connection(made, store.ranks, near, next(channels_of_memory), types=types, waits=waits)
+        connection = Connection(
+            backend, store.ranks, near, next(channels_of_memory), types=types, waits=waits
+        )
         # The host does not wait for an accelerator's messages, so when a failure elsewhere is noticed these
         # are cut to release the device: what it receives from then on is garbage, and the step raises when it
         # ends, or else whatever is called next. For others the host does wait, and the rank that it waits for
@@ -125,8 +127,12 @@ def open_connections(
         detector.cuts(connection, at_notice=accelerated or not is_accelerated)
         return connection
 
-    control = connect("control", accelerated=False)
-    of_hosts = Connection(control.backend, store.ranks)
+    def connect(name: str) -> Connection:
+        backend = network.backend(store, name, accelerated=is_accelerated)
+        return connection_over(backend, accelerated=is_accelerated)
+
+    control = connection_over(control_backend, accelerated=False)
+    of_hosts = Connection(control_backend, store.ranks)
     detector.cuts(of_hosts, at_notice=not is_accelerated)
     by_heading = {heading: connect(name) for heading, name in connection_names(schedule).items()}
     # What each connection takes first, from which rank to which.
@@ -202,14 +208,15 @@ def close(network: Network, device: torch.device, detector: FailureDetector) -> 
 
 
 def neighbours(
-    store: Store, peers: Collection[int], *, device_type: str, willing: bool
-) -> dict[int, Neighbour]:
+    store: Store, peers: Collection[int], *, device_type: str, willing: bool, meet: Callable[[], T]
+) -> tuple[T, dict[int, Neighbour]]:
     """The `peers`, by rank, connected through local sockets, if all ranks are on this host and `willing`;
     else none, and the ranks talk through the network. All ranks call, each among the peers of its peers.
 
     Each rank listens on a socket for each of its peers that come after it and says where, and the peers
-    connect: with a socket for each nobody is taken for another. `PeerError` for a peer that listens no more;
-    `ValueError`, on every rank alike, where ranks are on devices of different types.
+    connect: with a socket for each nobody is taken for another. Then all ranks `meet`, so that nothing is
+    waited for at a socket; what this returns comes first. `PeerError` for a peer that listens no more, or has
+    not connected; `ValueError`, on every rank alike, where ranks are on devices of different types.
     """
     willing, rank = willing and sys.platform == "linux", store.rank
     token = secrets.token_hex(16) if willing else ""
@@ -220,6 +227,7 @@ def neighbours(
             listeners[peer] = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listeners[peer].bind(_name(token, peer))
             listeners[peer].listen(1)
+            listeners[peer].settimeout(store.timeout_s)
         said = store.exchange("address", json.dumps([device_type, network_id(), token]))
         types, networks, tokens = zip(*map(json.loads, said), strict=True)
         if (other := next((r for r, each in enumerate(types) if each != types[0]), None)) is not None:
@@ -229,7 +237,7 @@ def neighbours(
                 "devices= on every rank"
             )
         if not all(tokens) or len(set(networks)) > 1:
-            return {}
+            return meet(), {}
         for peer in [peer for peer in peers if peer < rank]:
             link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:
@@ -237,12 +245,17 @@ def neighbours(
             except OSError as error:  # it has given up, because this rank has come too late
                 raise PeerError(None, store.ranks[peer], f"disappeared: {error}") from error
             found[peer] = Neighbour(link.dup(), store.timeout_s)
-        store.exchange("connected", "")  # so that nothing is waited for at a socket
+        met = meet()
         for peer, listener in listeners.items():
-            found[peer] = Neighbour(listener.accept()[0], store.timeout_s)
+            try:
+                link, _ = listener.accept()
+            except TimeoutError as error:
+                what = f"did not answer: it did not connect within {store.timeout_s:g} s"
+                raise PeerError(None, store.ranks[peer], what, timed_out=True) from error
+            found[peer] = Neighbour(link, store.timeout_s)
     for one, other_one in permutations(found.values(), 2):
         one.introduce(other_one)
-    return found
+    return met, found
 
 
 def network_id() -> str:

@@ -132,7 +132,7 @@ def test_where_one_rank_is_out_of_reach_all_take_the_network(
 
         others, willing = {0, 1, 2} - {rank}, why != "unwilling" or rank != 1
         store: Any = SimpleNamespace(exchange=exchange, ranks=range(3), rank=rank, timeout_s=TIMEOUT_S)
-        return neighbours(store, sorted(others), device_type="cpu", willing=willing)
+        return neighbours(store, sorted(others), device_type="cpu", willing=willing, meet=lambda: rank)
 
     with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(meet, range(3))) == [{}, {}, {}]
+        assert list(pool.map(meet, range(3))) == [(0, {}), (1, {}), (2, {})]

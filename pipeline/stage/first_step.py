@@ -8,6 +8,7 @@ memory. What begins later, or shows nowhere here, `Pipeline.verify` finds.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ _LOOSE = 0.1  # of other dtypes, and under autocast
 _MANY = 256  # of a longer list the length is looked at
 _DEEP = 16  # of what lies deeper the type
 _TABLES = frozenset(vars(nn.Module()))
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _REMEDY = "keep it in a buffer (register_buffer), or use remat='never'"
 
 Sums = tuple[float, float]  # of numbers, and of their squares
@@ -36,7 +38,7 @@ class FirstStep:
     def __init__(self, stage: int, layers: Sequence[nn.Module], first_layer: int) -> None:
         self._stage, self._layers, self._first_layer = stage, layers, first_layer
         self._outputs: dict[int, tuple[Sums, ...]] = {}  # of forwards that will be recomputed
-        self._trained: list[nn.Parameter] = []
+        self._trained = [p for layer in layers for p in layer.parameters() if _has_values(p)]
         self._before: list[tuple[Sums, ...]] | None = None  # sums of parameters before the first forward
         self._gradients: list[State] = []  # of their `.grad`, before the latest forward
         self._found: Mapping[tuple[int, str, str], object] = {}  # in attributes, before a recomputation
@@ -51,7 +53,6 @@ class FirstStep:
 
     def before_forward(self) -> None:
         """Right before the layers run."""
-        self._trained = [p for layer in self._layers for p in layer.parameters() if _has_values(p)]
         if self._before is None:
             self._before = [sums([p]) for p in self._trained]
         self._gradients = [State.of(p.grad) for p in self._trained]
@@ -166,15 +167,16 @@ class FirstStep:
 
 
 def sums(tensors: Iterable[Tensor]) -> tuple[Sums, ...]:
-    """Returns the sum and the norm of each tensor that has values."""
+    """Returns the sum and the norm of each tensor that has values; 0 for what is not finite."""
     found = []
     for tensor in tensors:
         if _has_values(tensor):
             numbers = tensor.detach()
             numbers = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
             wide = numbers if numbers.is_floating_point() else numbers.double()
-            total = float(wide.sum(dtype=torch.float64).nan_to_num())
-            found.append((total, float(torch.linalg.vector_norm(wide, dtype=torch.float64).nan_to_num())))
+            total = wide.sum(dtype=torch.float64).item()
+            norm = torch.linalg.vector_norm(wide, dtype=torch.float64).item()
+            found.append((total if math.isfinite(total) else 0.0, norm if math.isfinite(norm) else 0.0))
     return tuple(found)
 
 
@@ -189,6 +191,8 @@ def _storage(tensor: Tensor) -> int | None:
 
 def _value(value: object, seen: set[int], levels: int) -> object:
     """Something that is equal to what it was as long as a forward would find the same."""
+    if type(value) in _PLAIN:
+        return type(value), repr(value)
     if isinstance(value, nn.Module | nn.Parameter):
         return id(value)
     if isinstance(value, Tensor):

@@ -94,7 +94,6 @@ class Shards(Reduction):
             for position, layer in enumerate(stage.layers)
             if isinstance(layer, FSDPModule)
         ]
-        self._watched = False
 
     def begin(self) -> None:
         """Fetches the parameters of the step while the stage waits for its first micro-batch. `ValueError`
@@ -106,18 +105,12 @@ class Shards(Reduction):
                 "loss_fn, or has come to a layer since the pipeline was built; build the pipeline of layers "
                 "that have all their parameters, or use the dimension 'dp' instead"
             )
-        self._watched = False
         if self._zero == 2:
             for layer in self._layers:
                 layer.begin()
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
-        if self._zero == 3:
-            return
-        if not self._watched:
-            self._stage.look_for_first_gradients()
-            self._watched = True
-        if last and kind is Kind.B:
+        if last and kind is Kind.B and self._zero == 2:
             for layer in self._layers:
                 layer.finishes(finishes=True)
 

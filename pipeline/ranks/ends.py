@@ -84,16 +84,14 @@ class Sender:
         works = [send(tensor, target, tag + i, action) for i, tensor in enumerate(tensors) if tensor.numel()]
         queue.append(_Sending(works, tensors, action))
         if bounded and is_one_too_many(len(queue), sum([t.nbytes for t in queue[0].tensors]), SMALL_BYTES):
-            self._wait(queue.popleft())
+            self.finish(len(queue) - 1)
 
-    def finish(self) -> None:
-        """Waits until everything is gone."""
-        while self._queue:
-            self._wait(self._queue.popleft())
-
-    def _wait(self, sending: _Sending) -> None:
-        for work in sending.works:
-            self._connection.wait(work, sending.action, self.target)
+    def finish(self, left: int = 0) -> None:
+        """Waits until everything is gone but the latest `left` messages."""
+        while len(self._queue) > left:
+            works, _, action = self._queue.popleft()
+            for work in works:
+                self._connection.wait(work, action, self.target)
 
 
 def conform(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from .tensors import enter
+from .tensors import enter, root
 
 BACKEND = "inductor"
 _MOST_PROGRAMS = 256  # kinds of layers whose code is kept for later pipelines
@@ -117,7 +117,7 @@ class Compiled:
 
 def _enter(tensor: Tensor) -> Tensor:
     """The tensor as a stage's input enters a graph: a layer may modify it in place."""
-    return enter(tensor, [None], 0) if tensor.requires_grad else tensor
+    return enter(root(tensor.device), tensor, [None], 0) if tensor.requires_grad else tensor
 
 
 def without_graph(value: Any) -> Any:

@@ -116,7 +116,9 @@ class Stage:
         self._found_for: tuple[tuple[bool, ...], ...] = ()  # what is trained, and the layers' modes
         self.first: FirstStep | None = None  # while nothing is known of the layers as they are
         self._seen: set[tuple[tuple[bool, ...], ...]] = set()  # as what they were looked at
-        self._without_grad: list[nn.Parameter] = []  # trainable, and no backward has given them one
+        # Trainable, and no backward has given them one: torch makes the first a `.grad` as it is, so it may
+        # have to be copied. None: not looked for yet in this step.
+        self._without_grad: list[nn.Parameter] | None = None
         self._microbatches: dict[int, MicrobatchState] = {}  # of each, from F to the end of its backward
         self._weights: dict[int, Weights] = {}  # what I left of each micro-batch for W
         self._transfers = Transfers()  # of the mini-batch and the targets
@@ -171,7 +173,7 @@ class Stage:
             self.first = FirstStep(self.index, self.layers, self._places.start)
         arriving = deliver(targets, self.device, self._transfers, "the target") if targets else ()
         self._runner.begin(step, arriving, loss_fn)
-        self.look_for_first_gradients()
+        self._without_grad = None
 
     def look(self, loss_fn: LossFn | None) -> None:
         """Finds the parameters of the layers, and of a loss that is a module. If other parameters are trained
@@ -205,12 +207,6 @@ class Stage:
         if now != self._found_for:
             self._found_for = now
             self._forget()
-
-    def look_for_first_gradients(self) -> None:
-        """Notes which parameters have no gradient yet: the first one may have to be copied. Sharding, which
-        replaces the parameters during a step, calls this again before the first backward.
-        """
-        self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
 
     def known(self) -> tuple[dict[Hashable, tuple[bool, ...]], dict[Hashable, tuple[int, ...]]]:
         """Which outputs need a gradient and which inputs are overwritten, by the kind of the inputs."""
@@ -399,6 +395,8 @@ class Stage:
             self._look_through(m)
         if self.reduction is not None:
             self.reduction.before(kind, m, last=self._last == (kind, m))
+        if self._without_grad is None:  # only now, as sharding replaces gradients when a step begins
+            self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
         state = self._microbatches.pop(m)
         roots, seeds = self._roots(state, m, gradients)
         exits = state.exits or [None] * len(state.needs_grad)
@@ -424,7 +422,7 @@ class Stage:
         weights = self._weights.pop(m, None)
         if weights is not None:
             self._runner.in_backward(weights.accumulate)
-            self._without_grad = [p for p in self._without_grad if p.grad is None]
+            self._without_grad = [p for p in self._without_grad or () if p.grad is None]
         if self.reduction is not None:
             self.reduction.after(Kind.W, m, last=self._last == (Kind.W, m))
 

@@ -144,7 +144,8 @@ class MicrobatchState:
             entered = [*inputs]
             for position, needed in enumerate(self.needs_grad):
                 if needed:
-                    entered[position] = enter(inputs[position], exits, position)
+                    tensor = inputs[position]
+                    entered[position] = enter(root(tensor.device), tensor, exits, position)
             if not again:
                 self.exits = exits
         if not again:
@@ -184,7 +185,7 @@ class MicrobatchState:
 
 class _Entry(torch.autograd.Function):
     """Where a boundary input enters the graph and its gradient leaves it, as it is: that of a leaf is copied
-    unless it is laid out like the leaf. `root` makes it a node of a graph, and gets no gradient.
+    unless it is laid out like the leaf. The `root` makes it a node of a graph, and gets no gradient.
     """
 
     @staticmethod
@@ -199,18 +200,16 @@ def _leave(node: Any, gradient: Tensor) -> tuple[None, None, None, None]:
     return None, None, None, None
 
 
-# `Function.apply` without what it does for functorch, which takes as long as the rest.
-_apply: Callable[..., Tensor] = super(torch.autograd.Function, _Entry).apply
+# `_Entry.apply` without what torch does for functorch, which takes as long as the rest.
+enter: Callable[[Tensor, Tensor, list[Tensor | None], int], Tensor]
+enter = super(torch.autograd.Function, _Entry).apply
 ENTRY: Any = _Entry._backward_cls  # of the nodes with which inputs enter a graph
 ENTRY.apply = _leave  # torch's looks for a `backward` and a `vjp` each time
 
 
-def enter(tensor: Tensor, exits: list[Tensor | None], position: int) -> Tensor:
-    """The tensor as a node of a graph, whose gradient will be `exits[position]`; layers may overwrite it."""
-    return _apply(_root(tensor.device), tensor, exits, position)
-
-
 @cache
-def _root(device: torch.device) -> Tensor:
-    """A leaf there: what enters a graph needs not be one, which would take as long as the rest."""
+def root(device: torch.device) -> Tensor:
+    """A leaf on the device, so that a tensor that enters a graph need not be one, which would take as long as
+    the rest.
+    """
     return torch.zeros((), device=device, requires_grad=True)

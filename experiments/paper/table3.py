@@ -200,6 +200,7 @@ EXPERIMENT = Experiment(
     cells=cells,
     reproduction=reproduced.text,
     paper_tables=("table3-amoebanet", "table3-transformer"),
+    revision=2,
     tables=tables,
     figures=figures,
     options=("device",),

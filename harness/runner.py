@@ -93,8 +93,8 @@ def run_experiment(
     jobs = min(jobs, len(cases))
     processes = _Processes(experiment, options, command)
     alone = lambda case: execute(experiment, case, options, command)  # noqa: E731
-    execute_one = alone if jobs <= 1 else processes.execute
-    run = _Run(options, store, reporter, execute_one, on_record, untold=list(by_identity))
+    one = alone if jobs <= 1 else processes.execute
+    run = _Run(options, store, reporter, one, on_record, untold=[*by_identity])
     try:
         with store.held(experiment.name, lambda: reporter.warn("another run is at work on it; waiting")):
             loaded = store.load(experiment.name)
@@ -146,8 +146,8 @@ class _Run:
             pool.shutdown(wait=False, cancel_futures=True)
             stop()  # or the threads would wait for their processes
             pool.shutdown()
-            with self.alone, held():
-                self._tell(waits=False)
+            self.untold = [identity for identity in self.untold if identity in self.ended]
+            self._tell()
 
     def in_turn(self, cases: Mapping[str, Case]) -> None:
         """Finds or makes the cases' records."""
@@ -183,14 +183,10 @@ class _Run:
             self.ended[identity] = partial(self._say, case, record, saved=saved)
             self._tell()
 
-    def _tell(self, *, waits: bool = True) -> None:
-        """Says what came of the cases in their order: one that has ended `waits` for those before it."""
-        for identity in [*self.untold]:
-            if identity in self.ended:
-                self.untold.remove(identity)
-                self.ended.pop(identity)()
-            elif waits:
-                return
+    def _tell(self) -> None:
+        """Says what came of the cases in their order: one that has ended waits for those before it."""
+        while self.untold and self.untold[0] in self.ended:
+            self.ended[self.untold.pop(0)]()
 
     def _say(self, case: Case, record: Record, *, reused: bool = False, saved: bool = True) -> None:
         if record.status == "failed":

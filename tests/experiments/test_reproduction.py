@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from records import ran
+from records import all_ran, ran
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.paper import computed, reproduction
@@ -381,7 +381,18 @@ def test_a_moved_stride_keeps_nearly_four_times_as_much(monkeypatch: pytest.Monk
     assert same == 1 < more
 
 
-# Small networks
+# Sizes and small networks
+
+
+def test_sizes_that_no_other_table_counts_are_held_against_the_paper() -> None:
+    found = {
+        (cell.table, cell.row): cell.metric.value
+        for cell in computed.cells(
+            all_ran(computed.EXPERIMENT, part="size", model="transformer-seq2seq", size="T(6, 8192, 16)")
+        )
+        if cell.metric is not None
+    }
+    assert found == {("nmt-models", "T(6,8192,16)"): 408_205_824}
 
 
 def test_every_network_of_the_zoo_trains_the_same_and_running_statistics_are_the_mini_batchs() -> None:

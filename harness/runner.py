@@ -1,8 +1,7 @@
 """Runs the cases of an experiment and keeps each result the moment it is there.
 
 What is on record is not run again; what fails becomes a record and the run goes on. Of two runs of an
-experiment on the same folder the second waits. Several cases are at work only where nothing is timed; each is
-stored when it ends, and said after those before it:
+experiment on the same folder the second waits. Several cases are at work only where nothing is timed:
 
                   thread 1 --case--> process 1
     run ---pool-<                                    each answers with the finished record
@@ -93,8 +92,7 @@ def run_experiment(
     jobs = min(jobs, len(cases))
     processes = _Processes(experiment, options, command)
     alone = lambda case: execute(experiment, case, options, command)  # noqa: E731
-    one = alone if jobs <= 1 else processes.execute
-    run = _Run(options, store, reporter, one, on_record, untold=[*by_identity])
+    run = _Run(options, store, reporter, alone if jobs <= 1 else processes.execute, on_record, [*by_identity])
     try:
         with store.held(experiment.name, lambda: reporter.warn("another run is at work on it; waiting")):
             loaded = store.load(experiment.name)
@@ -122,8 +120,7 @@ class _Run:
     reporter: Reporter
     execute: Callable[[Case], Record]
     on_record: Callable[[Record, bool], None]
-    untold: list[str]
-    """Identities of which nothing has been said, in the order of the cases."""
+    untold: list[str]  # identities in the order of the cases
     ended: dict[str, Callable[[], None]] = field(default_factory=dict)
     result: RunResult = field(default_factory=RunResult)
     final: dict[str, Record] = field(default_factory=dict)

@@ -172,7 +172,7 @@ EXPERIMENT = Experiment(
         "naive-k and pipeline-k for k = 1, 2, 4 and 8: actions measured in one process and laid out on k "
         "devices, beside real steps on k = 2."
     ),
-    profiles=PROFILES | {"smoke": "tiny models, k up to 2"},
+    profiles=PROFILES | {"smoke": "tiny models, k up to 2; one model computed"},
     cases=cases,
     run=run,
     cells=cells,

@@ -228,7 +228,7 @@ EXPERIMENT = Experiment(
         "AmoebaNet-D (18, 256) and Transformer-48 on 2, 4 and 8 stages with 1, 4 and 32 micro-batches: "
         "actions measured in one process and laid out on K devices, beside real steps on K = 2."
     ),
-    profiles=PROFILES | {"smoke": "tiny models, K up to 4, M up to 4"},
+    profiles=PROFILES | {"smoke": "tiny models, K up to 4, M up to 4; one model computed"},
     cases=cases,
     run=run,
     cells=cells,

@@ -39,9 +39,6 @@ def test_every_formula_of_the_paper_is_met() -> None:
         assert all(pair["replay"] == pair["closed form"] for pair in each.details["fractions"].values())
 
 
-# Output -----------------------------------------------------------------------------------------------------
-
-
 DRIFTING = [0.24, 0.2, 0.23, 0.2] * 3
 """Two samples of each round: the first is always the slower one."""
 STILL = [0.21, 0.2, 0.2, 0.21] * 3

@@ -10,6 +10,7 @@ models that no table has. Two sentences about the networks that GPipe can train 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -73,9 +74,8 @@ def cells(records: Sequence[Record]) -> list[Result]:
     for record in of_case(records, "done", part="size"):
         size, table = str(record.case["size"]).replace(", ", ","), SIZES[str(record.case["model"])][0]
         row, column = ("parameters", "v5") if size.startswith("(") else (size, "parameters")
-        place = {"table": table, "row": row, "column": column}
-        metric = record.metric("parameters")
-        found.append(Result(**place, question="as published", metric=metric, record=record))
+        answer = partial(Result, question="as published", metric=record.metric("parameters"), record=record)
+        found.append(answer(table=table, row=row, column=column))
     return [*found, *reproduced.answers(records)]
 
 

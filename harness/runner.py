@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -91,7 +92,7 @@ def run_experiment(
     jobs = min(jobs, len(cases))
     processes = _Processes(experiment, options, command)
     alone = lambda case: execute(experiment, case, options, command)  # noqa: E731
-    run = _Run(options, store, reporter, alone if jobs <= 1 else processes.execute, on_record)
+    run = _Run(options, store, reporter, alone if jobs <= 1 else processes.execute, on_record, [*by_identity])
     try:
         with store.held(experiment.name, lambda: reporter.warn("another run is at work on it; waiting")):
             loaded = store.load(experiment.name)
@@ -119,6 +120,8 @@ class _Run:
     reporter: Reporter
     execute: Callable[[Case], Record]
     on_record: Callable[[Record, bool], None]
+    untold: list[str]  # identities in the order of the cases
+    ended: dict[str, Callable[[], None]] = field(default_factory=dict)
     result: RunResult = field(default_factory=RunResult)
     final: dict[str, Record] = field(default_factory=dict)
     known: dict[str, Record] = field(default_factory=dict)
@@ -140,6 +143,8 @@ class _Run:
             pool.shutdown(wait=False, cancel_futures=True)
             stop()  # or the threads would wait for their processes
             pool.shutdown()
+            self.untold = [identity for identity in self.untold if identity in self.ended]
+            self._tell()
 
     def in_turn(self, cases: Mapping[str, Case]) -> None:
         """Finds or makes the cases' records."""
@@ -151,8 +156,8 @@ class _Run:
             with self.alone:
                 self.final[identity] = record
                 self.result.reused += 1
-                self.reporter.finished(case, record, reused=True)
-                self.on_record(record, True)
+                self.ended[identity] = partial(self._say, case, record, reused=True)
+                self._tell()
 
     def _execute(self, case: Case, identity: str) -> None:
         check()
@@ -164,8 +169,6 @@ class _Run:
         with self.alone, held():
             self.final[identity] = record
             self.result.ran += 1
-            if record.status == "failed":
-                self.result.failed.append(record)
             saved = True
             try:
                 self.store.append(record)
@@ -173,8 +176,21 @@ class _Run:
                 saved = False
                 self.result.unsaved.append(record)
                 self.reporter.warn(f"{error}; the result of {record.label} is printed on standard output")
-            self.reporter.finished(case, record, reused=False)
-            self.on_record(record, saved)
+                self.on_record(record, False)
+            self.ended[identity] = partial(self._say, case, record, saved=saved)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Says what came of the cases in their order: one that has ended waits for those before it."""
+        while self.untold and self.untold[0] in self.ended:
+            self.ended[self.untold.pop(0)]()
+
+    def _say(self, case: Case, record: Record, *, reused: bool = False, saved: bool = True) -> None:
+        if record.status == "failed":
+            self.result.failed.append(record)
+        self.reporter.finished(case, record, reused=reused)
+        if saved:
+            self.on_record(record, True)
 
 
 # A case in a process of its own

@@ -1,14 +1,16 @@
-"""Claims of the paper that need no accelerator: v1's stride control, and which networks can be trained.
+"""Claims of the paper that need no accelerator: v1's stride control, sizes, which networks train.
 
-The stride control is counted on the meta device, as declared in results/reproduction.toml. Two sentences
-about the networks that GPipe can train are tested on small ones (`trained`). Nothing is timed:
+The stride control is counted on the meta device, as declared in results/reproduction.toml, and parameters of
+models that no table has. Two sentences about the networks that GPipe can train are tested on small ones
+(`trained`). Nothing is timed:
 
     python -m experiments run computed
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -21,10 +23,24 @@ if TYPE_CHECKING:
     import torch
 
 TIED_TOLERANCE = 1e-12  # of float64 weights, where layers share some: the order of a sum may change
+SIZES = {
+    "amoebanet-b": ("amoebanet-b", "({num_layers}, {num_filters})"),
+    "transformer-seq2seq": ("nmt-models", "T({num_layers}, {ffn_dim}, {num_heads})"),
+}
+"""Models whose parameters no other table of the paper counts: their tables, and how it writes their sizes."""
 
 
 def cases(options: RunOptions) -> list[Case]:
-    return [Case({"part": "trained", "table": SENTENCES}, 10.0), *reproduced.cases("computed", options)]
+    sizes = [Case({"part": "size", "model": model, "size": size}, 0.4) for model, size in _zoo()]
+    trained = Case({"part": "trained", "table": SENTENCES}, 10.0)
+    return [trained, *sizes, *reproduced.cases("computed", options)]
+
+
+def _zoo() -> Mapping[tuple[str, str], dict[str, Any]]:
+    """Configurations that the paper counts in its text, by model and size as the paper writes it."""
+    from gpipe_bench.models.zoo import CONFIGURATIONS
+
+    return {(name, SIZES[name][1].format(**of)): of for name, of in CONFIGURATIONS if name in SIZES}
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -35,11 +51,18 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from . import reproduction
 
         return reproduction.run("computed", case)
-    return Outcome((networks(), statistics()))
+    if case.key["part"] == "trained":
+        return Outcome((networks(), statistics()))
+    from gpipe_bench.models import MODELS, count_parameters
+
+    model, size = str(case.key["model"]), str(case.key["size"])
+    with torch.device("meta"):
+        count = count_parameters(MODELS[model](**_zoo()[model, size]))
+    return Outcome((Metric("parameters", count, "parameters", "modelled"),))
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """An entry for both sentences, the statistics with the range over their channels."""
+    """An entry for both sentences, the statistics with the range over their channels, and for each size."""
     found = [
         Result(
             table=SENTENCES, row=metric.name, column=str(metric.key["column"]), metric=metric, record=record,
@@ -48,6 +71,11 @@ def cells(records: Sequence[Record]) -> list[Result]:
         for record in of_case(records, "done", part="trained")
         for metric in record.metrics
     ]  # fmt: skip
+    for record in of_case(records, "done", part="size"):
+        size, table = str(record.case["size"]).replace(", ", ","), SIZES[str(record.case["model"])][0]
+        row, column = ("parameters", "v5") if size.startswith("(") else (size, "parameters")
+        answer = partial(Result, question="as published", metric=record.metric("parameters"), record=record)
+        found.append(answer(table=table, row=row, column=column))
     return [*found, *reproduced.answers(records)]
 
 
@@ -154,11 +182,11 @@ def statistics() -> Metric:
 
 EXPERIMENT = Experiment(
     name="computed",
-    title="What takes no device: stride control, small networks",
+    title="What takes no device: stride control, sizes, small networks",
     source="arXiv v1, section 5",
     describe=(
-        "Activations and parameters of v1's stride control as declared, and whether every "
-        "network of the zoo trains the same on several stages."
+        "Activations and parameters of v1's stride control as declared, parameters of models that no table "
+        "has, and whether every network of the zoo trains the same on several stages."
     ),
     profiles={
         "smoke": "all but the stride control",

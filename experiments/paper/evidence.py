@@ -17,15 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper, of_the_paper
-from gpipe_bench.harness.record import (
-    Metric,
-    Record,
-    Scalar,
-    find,
-    from_samples,
-    interval_name,
-    of_case,
-)
+from gpipe_bench.harness.record import Metric, Record, Scalar, find, from_samples, interval_name, of_case
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.report.reproduced import NEXT, Place, answers
 from gpipe_bench.harness.reproduction import of_quotient
@@ -318,11 +310,8 @@ def replay_errors(numbers: DataFrame) -> str:
 
 
 LOOKS: dict[str, tuple[str, Any]] = {
-    PAPER: ("X", (4, 2)),
-    COMPUTED: ("D", (1, 1.5)),
-    OURS: ("o", ""),
-    RAN: ("s", ""),
-}
+    PAPER: ("X", (4, 2)), COMPUTED: ("D", (1, 1.5)), OURS: ("o", ""), RAN: ("s", ""),
+}  # fmt: skip
 """Marker and dashes by whose the line is."""
 
 

@@ -11,7 +11,7 @@ counted in forwards of one micro-batch on one stage (`modelled`). Nothing here i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 from itertools import product
@@ -29,17 +29,12 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 
 from ..drawing import charts, paper_style
 
-SECONDS = {"chart": 0.02, "bubble": 0.15, "formula": 0.01, "size": 0.4}  # of a case, by part
+SECONDS = {"chart": 0.02, "bubble": 0.15, "formula": 0.01}  # of a case, by part
 UNIT = "forwards"
 DRAWN_STAGES, DRAWN_MICROBATCHES = 4, (4, 8)
 SHOWN_MICROBATCHES = (4, 8, 16, 32, 128)
 STAGES, MICROBATCHES, PER_STAGE = (2, 4, 8, 16), (1, 4, 8, 32, 128), (1, 2, 3, 4, 8)  # the last are M / K
 COUNTED = ((24, 32, 2), (24, 32, 4), (24, 32, 8), (48, 32, 8), (24, 1, 1))  # L, M, K of the paper's formula
-SIZES = {
-    "amoebanet-b": ("amoebanet-b", "({num_layers}, {num_filters})"),
-    "transformer-seq2seq": ("nmt-models", "T({num_layers}, {ffn_dim}, {num_heads})"),
-}
-"""Models whose parameters no other table of the paper counts: their tables, and how it writes their sizes."""
 
 
 class Variant(NamedTuple):
@@ -97,7 +92,6 @@ def cases(options: RunOptions) -> list[Case]:
         *({"part": "bubble", "num_stages": k} for k in STAGES),
         *({"part": "formula", "num_layers": n, "num_microbatches": m, "num_stages": k}
           for n, m, k in COUNTED),
-        *({"part": "size", "model": model, "size": size} for model, size in _zoo()),
     ]  # fmt: skip
     return [Case(key, SECONDS[str(key["part"])]) for key in keys]
 
@@ -115,21 +109,13 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return Outcome(metrics, {"num_stages": DRAWN_STAGES, "timeline": timeline.to_data()})
         case "bubble":
             return _bubble(key["num_stages"])
-        case "formula":
-            # A boundary input per micro-batch in flight, L / K layers of each whose graph exists: both are
-            # most when the drain begins. The paper's O(N + (L/K)(N/M)) with constants of 1, over N.
-            k, m = key["num_stages"], key["num_microbatches"]
-            schedule, of_graph = gpipe(k, m, "always"), Fraction(key["num_layers"], k)
-            peaks = [schedule.in_flight(n) + of_graph * most_alive_of(schedule.row(n)) for n in range(k)]
-            metric = Metric("peak activations / N", float(max(peaks) / m), "number", "modelled")
-            return Outcome((metric,), {"fraction": str(max(peaks) / m)})
-    import torch
-
-    from gpipe_bench.models import MODELS, count_parameters
-
-    with torch.device("meta"):
-        model = MODELS[key["model"]](**_zoo()[key["model"], key["size"]])
-    return Outcome((Metric("parameters", count_parameters(model), "parameters", "modelled"),))
+    # A boundary input per micro-batch in flight, L / K layers of each whose graph exists: both are most when
+    # the drain begins. The paper's O(N + (L/K)(N/M)) with constants of 1, over N.
+    k, m = key["num_stages"], key["num_microbatches"]
+    schedule, of_graph = gpipe(k, m, "always"), Fraction(key["num_layers"], k)
+    peaks = [schedule.in_flight(n) + of_graph * most_alive_of(schedule.row(n)) for n in range(k)]
+    metric = Metric("peak activations / N", float(max(peaks) / m), "number", "modelled")
+    return Outcome((metric,), {"fraction": str(max(peaks) / m)})
 
 
 def _bubble(k: int) -> Outcome:
@@ -138,25 +124,17 @@ def _bubble(k: int) -> Outcome:
     for (name, variant), m in product(VARIANTS.items(), sorted({*MICROBATCHES, *(r * k for r in PER_STAGE)})):
         closed, replayed = variant.closed_form(k, m), variant.bubble(k, m)
         fractions[f"{name} M={m}"] = {"closed form": str(closed), "replay": str(replayed)}
-        at: dict[str, Scalar] = {"schedule": name, "M": m}
-        metrics.append(Metric("bubble", float(replayed), "ratio", "modelled", key=at))
+        metrics.append(Metric("bubble", float(replayed), "ratio", "modelled", key={"schedule": name, "M": m}))
     return Outcome(tuple(metrics), {"fractions": fractions})
 
 
-def _zoo() -> Mapping[tuple[str, str], dict[str, Any]]:
-    """Configurations that the paper counts in its text, by model and size as the paper writes it."""
-    from gpipe_bench.models.zoo import CONFIGURATIONS
-
-    return {(name, SIZES[name][1].format(**of)): of for name, of in CONFIGURATIONS if name in SIZES}
-
-
-# Answers: formulas that the paper's text gives, and sizes
+# Answers: formulas that the paper's text gives
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """Formulas first, what says something in words of them, then sizes."""
+    """Formulas first, then what says something in words of them."""
     answer = partial(Result, question="as published")
-    bubbles, formulas, sizes = (of_case(records, "done", part=part) for part in ("bubble", "formula", "size"))
+    bubbles, formulas = (of_case(records, "done", part=part) for part in ("bubble", "formula"))
     found = [
         answer(
             table="formulas", row=f"bubble (K-1)/(M+K-1) at M={m}", column=f"K={k}", record=record,
@@ -188,11 +166,6 @@ def cells(records: Sequence[Record]) -> list[Result]:
                 f"{len(ratios)} pairs of K and M.",
             )
         )  # fmt: skip
-    for record in sizes:
-        size, table = str(record.case["size"]).replace(", ", ","), SIZES[str(record.case["model"])][0]
-        row, column = ("parameters", "v5") if size.startswith("(") else (size, "parameters")
-        metric = record.metric("parameters")
-        found.append(answer(table=table, row=row, column=column, metric=metric, record=record))
     return found
 
 
@@ -265,12 +238,8 @@ EXPERIMENT = Experiment(
     name="figure2",
     title="Figure 2 and the formulas: schedules and bubbles",
     source="arXiv v5, Figure 2 and section 2",
-    describe=("The schedules as Gantt charts, their bubbles by formula and by replay, and peak activations."),
-    profiles={
-        "smoke": "everything; no device is needed",
-        "short": "the same",
-        "full": "the same",
-    },
+    describe="The schedules as Gantt charts, their bubbles by formula and by replay, and peak activations.",
+    profiles={"smoke": "everything; no device is needed", "short": "the same", "full": "the same"},
     cases=cases,
     run=run,
     cells=cells,

@@ -95,7 +95,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
             for name, facts in record.details["cells"].items()
         }
         (base, *_), scale = of, record.details["scale"] or "at the full size"
-        note = f"Run here: {scale}, M = {NUM_MICROBATCHES}; the paper's batch and M are not stated."
+        note = f"Run here: {scale}, M = {NUM_MICROBATCHES}, Table 1's; the paper states no batch and no M."
         for name, metric in of.items():
             count = record.details["cells"][name]["num_microbatches"]
             if metric is not None and count != TIMED_MICROBATCHES:
@@ -172,7 +172,7 @@ EXPERIMENT = Experiment(
         "naive-k and pipeline-k for k = 1, 2, 4 and 8: actions measured in one process and laid out on k "
         "devices, beside real steps on k = 2."
     ),
-    profiles=PROFILES | {"smoke": "tiny models, k up to 2"},
+    profiles=PROFILES | {"smoke": "tiny models, k up to 2; one model computed"},
     cases=cases,
     run=run,
     cells=cells,

@@ -38,7 +38,8 @@ BATCHES = {
     "fitted": "(a) the largest mini-batch under a memory cap in every cell, as the paper did",
     "fixed": "(b) the same mini-batch in all cells: only K and M differ",
 }
-"""Cells and sentences about throughput are of the first: mini-batches that fit, as the paper's."""
+BY_RULE = "the largest mini-batch that fits, a rule taken up with both outcomes in view"
+"""Cells and sentences about throughput are of the first of both, as the paper's."""
 ROUNDS = {"smoke": 1, "short": 2, "full": 2}
 """Rounds of a case: every configuration takes two turns in a round, and each turn is a sample."""
 ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (75.0, 95.0), "full": (150.0, 150.0)}
@@ -96,7 +97,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
     fitted, fixed = (evidence.by_model(records, TABLES, batch=batch) for batch in BATCHES)
     found: list[Result] = []
     for record in fitted.values():
-        note = f"Run here: {record.details['scale'] or 'at the full size'}; cut by measured seconds."
+        note = f"Run here: {record.details['scale'] or 'at the full size'}; cut by seconds; {BY_RULE}."
         for name in _in_order(record):
             metric, place = _speed(record, name), _place(record, name)
             found.append(evidence.beside(records, record, place, metric, note, "a quotient"))
@@ -228,7 +229,7 @@ EXPERIMENT = Experiment(
         "AmoebaNet-D (18, 256) and Transformer-48 on 2, 4 and 8 stages with 1, 4 and 32 micro-batches: "
         "actions measured in one process and laid out on K devices, beside real steps on K = 2."
     ),
-    profiles=PROFILES | {"smoke": "tiny models, K up to 4, M up to 4"},
+    profiles=PROFILES | {"smoke": "tiny models, K up to 4, M up to 4; one model computed"},
     cases=cases,
     run=run,
     cells=cells,

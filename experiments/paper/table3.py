@@ -194,12 +194,14 @@ EXPERIMENT = Experiment(
     describe=(
         "AmoebaNet-D (18, 128) and Transformer-24 with 32 micro-batches on 2, 4 and 8 stages over PCIe."
     ),
-    profiles=PROFILES | {"smoke": "tiny models, K up to 4", "full": "the paper's models, for a GPU"},
+    profiles=PROFILES
+    | {"smoke": "tiny models, K up to 4; one model computed", "full": "the paper's models, for a GPU"},
     cases=cases,
     run=run,
     cells=cells,
     reproduction=reproduced.text,
     paper_tables=("table3-amoebanet", "table3-transformer"),
+    revision=2,
     tables=tables,
     figures=figures,
     options=("device",),

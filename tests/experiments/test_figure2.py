@@ -39,20 +39,6 @@ def test_every_formula_of_the_paper_is_met() -> None:
         assert all(pair["replay"] == pair["closed form"] for pair in each.details["fractions"].values())
 
 
-# Output -----------------------------------------------------------------------------------------------------
-
-
-def test_sizes_that_no_other_table_counts_are_held_against_the_paper() -> None:
-    found = {
-        (cell.table, cell.row): cell.metric.value
-        for cell in EXPERIMENT.cells(
-            all_ran(EXPERIMENT, part="size", model="transformer-seq2seq", size="T(6, 8192, 16)")
-        )
-        if cell.metric is not None
-    }
-    assert found == {("nmt-models", "T(6,8192,16)"): 408_205_824}
-
-
 DRIFTING = [0.24, 0.2, 0.23, 0.2] * 3
 """Two samples of each round: the first is always the slower one."""
 STILL = [0.21, 0.2, 0.2, 0.21] * 3

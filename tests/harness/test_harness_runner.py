@@ -148,12 +148,15 @@ def gate(tmp_path):
 
 
 def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatch):
-    """Steps 1 and 2 wait for each other; one after the other they would wait for ever."""
+    """Steps 1 and 3 wait for each other; one after the other they would wait for ever. Step 2 ends before."""
     os.mkfifo(tmp_path / "meeting")
     monkeypatch.setenv("FAKE_MEETING", str(tmp_path / "meeting"))
-    result, _ = go(store, UNTIMED, jobs=2)
-    assert sorted(steps(log)) == [1, 2, 3, 4, 5]
-    assert [record.case["step"] for record in result.records] == [1, 2, 3, 4, 5]
+    result, seen = go(store, UNTIMED, jobs=2)
+    assert store.load("fake").records[0].case["step"] == 2, "stored at once"
+    assert [record.case["step"] for record, _ in seen] == sorted(steps(log)) == [1, 2, 3, 4, 5], (
+        "said in turn"
+    )
+    assert [record for record, _ in seen] == result.records
     assert {record.status for record in result.records} == {"done"}
     assert (result.ran, result.reused, result.signal) == (5, 0, None)
 

@@ -2,7 +2,7 @@
 
 What it does is steered through environment variables, so that tests can watch it from elsewhere: FAKE_LOG
 is a file to which each executed case is appended, FAKE_GATE a folder with the pair of named pipes at
-which the case `step=2` waits, FAKE_MEETING a named pipe at which `step=1` and `step=2` wait for each other.
+which the case `step=2` waits, FAKE_MEETING a named pipe at which `step=1` and `step=3` wait for each other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         Path(gate, "leave").read_text()  # blocks until somebody writes
         if orphan:
             os._exit(0)
-    if (meeting := os.environ.get("FAKE_MEETING")) and step in (1, 2):
+    if (meeting := os.environ.get("FAKE_MEETING")) and step in (1, 3):
         with open(meeting, "rb" if step == 1 else "wb"):  # each blocks until the other is there
             pass
     print("a library that prints to standard output")

@@ -153,7 +153,7 @@ class Timeline:
 
 def draw(timeline: Timeline) -> str:
     """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots, with
-    dots where they are idle; where a worker holds several stages, a slot names the stage too, as in `2F0`::
+    dots where they are idle; where a worker holds several stages, a slot names the stage too, as in `2F0`:
 
         stage 0 | F0 F1 .  .  B1 B1 B0 B0
         stage 1 | .  F0 F1 B1 B1 B0 B0

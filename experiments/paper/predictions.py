@@ -5,7 +5,7 @@ results/torchgpipe.csv), and the size of a model that the paper quotes. Half a m
 
     python -m experiments run predictions
 
-Expected: ratios of speeds are close. Speeds are not: what share of its peak a GPU reaches is unknown.
+Expected: ratios of speeds come closer than speeds, for which the share of its peak that a GPU reaches counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What happened when: the common result of running a schedule and of replaying one.
+"""The timeline of a step: the common result of running a schedule and of replaying one.
 
-Both end in the same plain data, comparable action by action: one event per action, in seconds from the start
-of the step. Makespan and bubble are read off it. Only the standard library is imported.
+It is plain data that can be compared action by action: one event per action, in seconds from the start of the
+step. Makespan and bubble are computed from it. Only the standard library is imported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The machine, the software and the code that a number came from: what can't be found out is None, and what
-only torch knows is added when the experiment has loaded it anyway.
+"""Describes the machine, the software and the code that a number came from. A fact that can't be found out is
+None; torch's facts are there if the experiment has loaded torch.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _cgroup_memory_gib() -> float | None:
 
 
 def _said(*command: str) -> str:
-    """Output of a command; empty where there is none, or it refuses."""
+    """Output of a command; empty if the command is missing or fails."""
     try:
         done = run(command, 10)
     except (OSError, subprocess.TimeoutExpired):
@@ -223,7 +223,7 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> tuple[tuple[
 
 
 def _text(value: Any) -> str:
-    """A value in words: lists joined, name=value of mappings, nothing as `unknown`."""
+    """A value in words: lists joined, mappings as name=value, None as `unknown`."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={_text(each)}" for key, each in value.items())
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What an experiment has to say about itself so that the harness can run, resume, judge and show it.
+"""`Experiment`: all that the harness needs to run an experiment, resume it, judge it and show it.
 
 An experiment is data and a few pure functions; all but `run` work without a device and without torch.
 """

@@ -247,19 +247,19 @@ class PaperNumber:
 
     @property
     def target(self) -> float:
-        """The value to be held to: the corrected one where the paper's own erratum gives it."""
+        """The value to compare with: the corrected one where the paper's own erratum gives it."""
         return self.value if self.corrected_value is None else self.corrected_value
 
     @property
     def target_rounding(self) -> float:
-        """How far `target` may be off."""
+        """By how much `target` may be off."""
         if not self.corrected_printed:
             return self.rounding
         return parse_printed(self.corrected_printed, self.unit)[1] if self.error is None else self.error
 
     @property
     def counted(self) -> bool:
-        """Whether it counts among the paper's numbers: no context, and no repetition."""
+        """Whether it is one of the paper's numbers that are counted: neither context nor repetition."""
         return self.kind in TO_ANSWER and self.same_as is None
 
     @property

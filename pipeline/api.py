@@ -1,4 +1,4 @@
-"""The user's side: an `nn.Module` that trains a sequence of layers as a pipeline.
+"""`Pipeline`: an `nn.Module` that trains a sequence of layers as a pipeline.
 
     pipeline = Pipeline(model, num_stages=4, num_microbatches=16)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
@@ -41,7 +41,7 @@ from .step import Observer, Steps, refuse_elsewhere
 from .transport import EdgeTransport, InProcess
 from .verify import verify
 
-_FORWARD_ONLY = 1 << 62  # these passes draw from streams of their own: evaluating changes no later training
+_FORWARD_ONLY = 1 << 62  # step numbers of evaluation: its random streams are not those of training
 T = TypeVar("T")
 
 
@@ -49,55 +49,54 @@ class Pipeline(nn.Module):
     """A sequence of layers, cut into stages and trained with a pipeline schedule.
 
     Args:
-        layers: the model, an `nn.Sequential` or any sequence of modules; each maps a tensor or a pytree to
-            the same: tuples, lists, dicts, dataclasses and what torch.utils._pytree has registered, of
-            tensors, None, bools, numbers, strings, enums and dtypes, with at least one tensor.
-            `layers_of` and `split` make a sequence of a model that is none.
-        num_stages: K, the number of stages. Default: those of `partition` or, where the pipeline has several
-            processes, as many as the schedule has for them.
-        num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty:
-            a mini-batch of fewer examples is taken in as many micro-batches.
+        layers: the model, an `nn.Sequential` or any sequence of modules. Each layer takes and returns a
+            tensor or a pytree: tuples, lists, dicts, dataclasses and other containers that
+            torch.utils._pytree knows, of tensors, None, bools, numbers, strings, enums and dtypes, with at
+            least one tensor. `layers_of` and `split` make such a sequence of other models.
+        num_stages: K, the number of stages. Default: the length of `partition`; over processes the number of
+            stages that the schedule gives them.
+        num_microbatches: M, the number of micro-batches of a mini-batch; their sizes differ by one example at
+            most. A mini-batch with fewer examples than M runs in one micro-batch per example.
 
     The schedule:
-        schedule: "gpipe", "1f1b", "naive" or another name of `NAMED`; or a `Schedule` of one's own, such as
-            `generate` makes for given times. What is best for a model and machines says `planner.plan`.
+        schedule: "gpipe", "1f1b", "naive" or another name of `NAMED`; or a `Schedule` of your own, such as
+            `generate` makes for given times. `planner.plan` finds the best one for a model and machines.
         remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one of these
-            names for each stage, in the model's order. A `Schedule` says it itself.
-        num_workers: of schedules that give a worker several stages; `num_stages` is the number of stages of
-            all of them. Default: the ranks of `group`, or as many as leave each two stages.
+            names for each stage, in the model's order. A `Schedule` has its own `remat` instead.
+        num_workers: number of workers, for schedules that give a worker several stages; `num_stages` counts
+            the stages of all workers. Default: the number of ranks, or half of `num_stages`.
 
     The cut:
         partition: the layers of each stage: how many, as in `[3, 5]`, or which, as a sequence of ranges.
-            Default: as even as they go by `cost`.
+            Default: the most even cut by `cost`.
         cost: what the stages are balanced by: "parameters" (the default), "auto" (estimated from `example`),
             or a number per layer.
         example: for `cost="auto"`: a micro-batch, also on the meta device.
-        devices: where the stages live: one device for all, or one per stage. Default: where the layers are.
+        devices: one device for all stages, or one per stage. Default: the devices that the layers are on.
 
     The processes:
-        group: the process group of a pipeline alone, whose rank k runs the stages of worker k; without it or
-            a mesh, all stages live in this process.
+        group: the process group of a pipeline that is not in a grid; its rank k runs the stages of worker k.
+            Without `group` and `mesh` all stages are in this process.
         mesh: the grid of the job, a `DeviceMesh` with a dimension "pp" for the workers of this pipeline and,
-            if wanted, "dp", "fsdp" and "tp" (`mesh.grid`). Replicas begin with the parameters and
-            buffers of the first.
-        zero: what the processes along "fsdp" hold in parts. 2 (the default): gradients and the optimizer's
-            state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs.
-        bucket_bytes: of gradients that leave together for other replicas. Default: 25 MiB, or a quarter of a
-            stage's, if that is less, but 1 MiB.
-        timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
-        share_memory: whether ranks on one host exchange CPU tensors through memory that both map; never where
-            a mesh divides parameters.
+            if wanted, "dp", "fsdp" and "tp". All replicas begin with the parameters and buffers of the first.
+        zero: what the processes along "fsdp" divide among themselves. 2 (the default): gradients and the
+            optimizer's state; parameters are gathered once a step. 3: parameters too, gathered for each
+            layer.
+        bucket_bytes: size of the buckets in which gradients are summed over replicas. Default: 25 MiB, or if
+            that is less a quarter of a stage's gradients, but at least 1 MiB.
+        timeout_s: seconds that a rank waits for another one before the pipeline fails on all ranks.
+        share_memory: whether ranks on one host exchange CPU tensors through shared memory; where a mesh
+            divides parameters they never do.
         transport: another in-process transport, such as `InProcess(copy=True)`; not with `group` or `mesh`.
 
     How the layers run:
-        seed: of their random streams (see `stage.layers`).
-        compile: whether `torch.compile` compiles each layer; or a backend's name, or a dict of
-        `torch.compile`'s
-            backend, mode, fullgraph, dynamic. What cannot be compiled whole runs as it is, with a warning;
-            with fullgraph=True it is an error.
+        seed: of the random streams of layers such as dropout.
+        compile: whether `torch.compile` compiles each layer; or a backend's name, or a dict of its arguments
+            backend, mode, fullgraph and dynamic. A layer that cannot be compiled whole runs as it is, with a
+            warning; with fullgraph=True it is an error.
 
-    `ValueError` names an argument that does not fit and what would. A pipeline is neither copied nor pickled;
-    its `state_dict` is.
+    Raises `ValueError` for an argument that does not fit, and says what would. A pipeline can be neither
+    copied nor pickled; its `state_dict` can.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class Pipeline(nn.Module):
             num_workers=num_workers, timeout_s=timeout_s, group=group, mesh=mesh,
         )  # fmt: skip
         self.seed = seed
-        self.num_steps = 0  # training steps taken, which number the random streams
+        self.num_steps = 0  # training steps taken; the random streams of a step depend on it
         self._num_forwards = 0
         # The other processes, and what is known of their failures.
         self.grid: Grid | None = None
@@ -142,10 +141,10 @@ class Pipeline(nn.Module):
         network = group if group is None or isinstance(group, Network) else Network(group)
         if network is not None and detector is None:
             detector = network.detector(timeout_s)
-        # A rank that fails before its pipeline is there must not be waited for.
+        # If a rank fails while it builds its pipeline, the others must not wait for it.
         with nullcontext() if detector is None else detector.building():
             self._divided, self._compilation = divided_over(self.grid, zero), compilation_of(compile)
-            # Which layers make up which stage, and which of them are this process's.
+            # The layers of each stage, and the stages of this process.
             assigned = Assignment(
                 layers, network, num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule,
                 num_workers=num_workers, remat=remat, partition=partition, cost=cost, example=example,
@@ -155,8 +154,8 @@ class Pipeline(nn.Module):
             if self._divided is not None:
                 compiles = self._compilation is not None
                 self._divided.check(dict(assigned.named), assigned.ties, self._schedule, compiles=compiles)
-                share_memory = False  # nobody moves messages along while an action waits for other processes
-            # What replicas do together. They begin with the same values.
+                share_memory = False  # a rank that waits in a collective passes no messages on
+            # Data parallelism: replicas begin with the same values and sum their gradients.
             device = self._devices[assigned.local[0]]
             self._data_parallel = data_parallel_of(
                 self.grid, detector, device, bucket_bytes, self._divided, self._schedule
@@ -197,10 +196,10 @@ class Pipeline(nn.Module):
         self._devices, self._layer_names = assigned.devices, tuple(name for name, _ in assigned.named)
         self._portals = assigned.portals
         self.tied_names = {name: tie.names[0] for tie in assigned.ties for name in tie.names[1:]}
-        self._whole = [ref(layer) for layer in modules]  # as long as somebody holds them
+        self._whole = [ref(layer) for layer in modules]  # weak: other processes' layers may be freed
 
     def _hold(self, layers: object, assigned: Assignment, *, move: bool) -> None:
-        """Takes the layers of this process as submodules, and remembers what others train."""
+        """Takes the layers of this process as submodules, and notes the parameters that others train."""
         self._layers = assigned.layers(move=move)
         own = {parameter for layer in self._layers.values() for parameter in layer.parameters()}
         self._elsewhere = {
@@ -215,7 +214,7 @@ class Pipeline(nn.Module):
             self._modules.update(self._layers)
 
     def _tie(self, shared: Sequence[Tie], ranks: PointToPoint) -> TiedWeights | None:
-        """The weights that this process has in common with others, all with the values of the first."""
+        """The weights that this process shares with others; all get the values of the first process."""
         joint = self._data_parallel if self._replicas is not None else None
         several = (tie for tie in shared if len(tie.ranks) > 1 or joint is not None)
         here = [tie for tie in several if ranks.rank in tie.ranks]
@@ -251,7 +250,7 @@ class Pipeline(nn.Module):
         return self._steps.clock.timeline(self._schedule.num_stages, self._schedule.placement)
 
     def gather_timeline(self) -> Timeline:
-        """The timeline of all processes; all must call. Clocks of different hosts are taken as they are."""
+        """The timeline of all processes; all must call. Clocks of different hosts are used as they are."""
         if self._ranks is None:
             return self.timeline
         device = next(iter(self._stages.values())).device
@@ -260,7 +259,7 @@ class Pipeline(nn.Module):
 
     @property
     def place(self) -> str:
-        """Which process of the job this is, for messages: "rank 2", on a grid "rank 2 (dp=1 pp=0)"."""
+        """The name of this process in messages: "rank 2", on a grid "rank 2 (dp=1 pp=0)"."""
         rank = 0 if self._ranks is None else self._ranks.rank
         if self.grid is None:
             return f"rank {rank}"
@@ -275,24 +274,24 @@ class Pipeline(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
         observe: Observer | None = None,
     ) -> Tensor:
-        """One training step without the optimizer: gradients of the mean loss over the mini-batch are added
-        to `.grad`.
+        """Takes a training step without the optimizer: adds the gradients of the mean loss over the
+        mini-batch to `.grad`.
 
         Args:
-            batch: the mini-batch, a tensor or a pytree of tensors, which are split along dimension 0; what is
-                no tensor goes to every micro-batch as it is. With a process group the first rank's counts.
-                On a grid it is this replica's share of the batch; shares may be uneven.
-            target: likewise, or None; the last rank's counts.
-            loss_fn: `loss_fn(output, target)` returns the mean over the examples of a micro-batch. The
-                parameters of one that is a module get gradients where the last stage is, on a grid those of
-                all replicas, but are not the pipeline's: give them to an optimizer there.
-            scaler: multiplies the gradients, but not the loss that is returned, by its scale. With a process
-                group it must be of `Pipeline.scaler`, and given on every rank.
-            observe: entered around every action.
+            batch: the mini-batch, a tensor or a pytree. Its tensors are split along dimension 0; everything
+                else goes to each micro-batch as it is. Over processes the first rank's batch is used. On a
+                grid it is this replica's share of the mini-batch; shares may be uneven.
+            target: likewise, or None; over processes the last rank's is used.
+            loss_fn: `loss_fn(output, target)` returns the mean over the examples of a micro-batch. If it is a
+                module, its parameters get gradients on the rank of the last stage, on a grid summed over
+                replicas; they are not the pipeline's, so give them to an optimizer on that rank.
+            scaler: multiplies the gradients by its scale, but not the loss that is returned. Over processes
+                it must come from `Pipeline.scaler`, and every rank must pass it.
+            observe: `observe(action)` returns a context manager that is entered around the action.
 
-        Returns the mean loss over the mini-batch, of all replicas, without a graph; with a process group, on
-        every rank. An exception inside an action becomes an `ActionError` that names it; gradients of
-        completed actions stay in `.grad`.
+        Returns the mean loss over the mini-batch, of all replicas, without a graph, on every rank. An
+        exception inside an action becomes an `ActionError` that names the action; gradients of actions that
+        were complete stay in `.grad`.
         """
         wrong: Exception | None = None
         if not callable(loss_fn):
@@ -324,28 +323,28 @@ class Pipeline(nn.Module):
         *,
         tolerance: float | None = None,
     ) -> float:
-        """Takes one step as this pipeline takes it and one of the plain model, and compares the outputs of
+        """Takes one step as this pipeline does and one of the plain model, and compares the outputs of
         stages, the loss, every gradient, every buffer and the random streams.
 
-        Nothing is changed but what a loss or a hook counts outside of modules. Over processes all must call,
-        and every rank needs memory for the values and gradients of the whole model, twice; the one of the
-        last stage takes the plain step, with the layers that the pipeline was built of, on its device.
+        Restores everything except what a loss or a hook changes outside of modules. All ranks must call.
+        Every rank needs memory for the values and gradients of the whole model, twice; the rank of the last
+        stage takes the plain step on its device, with the layers that the pipeline was built from.
 
         Args:
-            batch, target, loss_fn: as in `step`; one or two mini-batches of real data tell most.
-            tolerance: the largest difference that rounding explains, relative to the largest number of a
-                tensor. Default: 1e-9 for a model of float64, 1e-3 for float32, more for less.
+            batch, target, loss_fn: as in `step`; call it with one or two mini-batches of real data.
+            tolerance: the largest difference that is taken for rounding, relative to the largest number of a
+                tensor. Default: 1e-9 in float64, 1e-3 in float32, more in shorter formats.
 
-        Returns the largest difference that was found, within the tolerance. `VerifyError`, on every rank,
-        says what differs first, its stage, by how much, and the likely cause; `ValueError` for a mesh with
-        `fsdp` or `tp`, along which no process has whole parameters.
+        Returns the largest difference, if it is within the tolerance. Raises `VerifyError` on every rank,
+        which says what differs first, in which stage, by how much, and the likely cause; and `ValueError` for
+        a mesh with `fsdp` or `tp`, where no process has whole parameters.
         """
         return verify(self, batch, target, loss_fn, tolerance=tolerance)
 
     def scaler(self, **options: Any) -> GradScaler:
-        """A `torch.amp.GradScaler` for `step(..., scaler=...)` whose decisions hold for all ranks, on the
-        device of the stages; `options` are torch's. On every rank call `scaler.step(optimizer)`, once per
-        optimizer and in the same order, and `scaler.update()`; a rank that has nothing to train gives None.
+        """A `torch.amp.GradScaler` for `step(..., scaler=...)` that decides for all ranks together. `options`
+        are torch's. Every rank calls `scaler.step(optimizer)` for each optimizer, in the same order, then
+        `scaler.update()`; a rank that has nothing to train passes None as its optimizer.
         """
         return GradScaler(self, next(iter(self._stages.values())).device.type, **options)
 
@@ -353,11 +352,11 @@ class Pipeline(nn.Module):
         """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph. To
         evaluate, call `eval()` before and `train()` after, as with the plain model.
 
-        `batch` is as in `step`. The outputs of the micro-batches are joined along dimension 0, tensor by
-        tensor; what is no tensor in them must be equal. With a process group, the output is on the rank of
-        the last stage; the others return None.
+        `batch` is as in `step`. Tensors in the outputs of the micro-batches are joined along dimension 0;
+        everything else in them must be equal. Over processes the rank of the last stage returns the output,
+        the others None.
         """
-        # What is made here and kept, such as buffers of messages, must serve training steps too.
+        # Buffers that are made here serve training steps, too, so they must not be inference tensors.
         with torch.inference_mode(False):
             self._steps.take(self, _FORWARD_ONLY + self._num_forwards, batch)
         self._num_forwards += 1
@@ -368,8 +367,8 @@ class Pipeline(nn.Module):
         return merge(outputs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients so that the norm of all together is at most `max_norm`; returns the norm
-        before, float64, the same bits for every K. A weight that stages share counts once. All ranks must
+        """Scales all gradients so that their norm over all stages is at most `max_norm`. Returns the norm
+        before, in float64, the same bits for every K. A weight that stages share counts once. All ranks must
         call.
         """
         copies = self._tied.copies if self._tied is not None else frozenset()
@@ -377,10 +376,10 @@ class Pipeline(nn.Module):
         return clip(self._stages, copies, gather, max_norm, norm_type)
 
     def close(self) -> None:
-        """Ends a pipeline over several processes in good order: waits until all messages to other ranks have
-        left, and shuts the connections down. Every rank calls it when its last step is over; none waits for
-        the others. A pipeline that is dropped, or whose process ends, does it by itself, and `with
-        Pipeline(...) as pipeline:` at the end of the block. Parameters and gradients stay.
+        """Closes a pipeline over several processes: waits until all messages to other ranks have left, and
+        shuts the connections down. Every rank calls it after its last step; none waits for the others. `with
+        Pipeline(...) as pipeline:` closes it at the end of the block, and so does deleting the pipeline or
+        ending the process. Parameters and gradients stay.
         """
         if self._ranks is not None:
             self._ranks.close()
@@ -393,20 +392,20 @@ class Pipeline(nn.Module):
 
     @property
     def shared_message_bytes(self) -> int:
-        """Bytes of receive buffers in memory that both processes map: at most twice what was in use at one
-        time, each in whole pages. 0 where messages come into tensors.
+        """Bytes of receive buffers in shared memory: at most twice what was in use at one time, in whole
+        pages. 0 where messages do not go through shared memory.
         """
         return 0 if self._ranks is None else self._ranks.shared_bytes
 
     def refresh(self) -> None:
-        """Forgets what stages know of each other's outputs; for every rank after changing what is trained."""
+        """Forgets what stages know of each other's outputs; all ranks call it after freezing parameters."""
         for stage in self._stages.values():
             stage.refresh()
         if self._ranks is not None:
             self._ranks.refresh()
 
     def _make_stages(self, local: Sequence[int], tied: Collection[nn.Parameter] = ()) -> dict[int, Stage]:
-        """The stages of this process, of its submodules; several stages have the parameters `tied`."""
+        """Makes the stages of this process from its submodules; stages share the parameters `tied`."""
         layers = {i: self._layers[self._layer_names[i]] for index in local for i in self._partition[index]}
         make: Callable[..., Stage] = Stage
         first_microbatch = 0
@@ -435,7 +434,7 @@ class Pipeline(nn.Module):
 
     @property
     def _parts(self) -> list[Part]:
-        """Layers that are not submodules of the pipeline; only the modules that they hold are."""
+        """Layers made by `split` or `layers_of`: the modules in them are submodules here, they are not."""
         return [layer for layer in self._layers.values() if isinstance(layer, Part)]
 
     def __reduce__(self) -> Any:
@@ -456,13 +455,13 @@ class Pipeline(nn.Module):
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
         found = super().load_state_dict(*arguments, **options)
-        # With assign=True there are other parameters now.
+        # assign=True has replaced the parameters.
         follow(self._parts, self)
         return found
 
     def gather(self, mine: T) -> list[T]:
-        """Returns the picklable object `mine` of every rank, in rank order; every rank must call it. One that
-        does not come within `timeout_s` ends the pipeline with the `ActionError` that names it.
+        """Returns the picklable object `mine` of every rank, in rank order; every rank must call it. If one
+        does not call within `timeout_s`, the pipeline fails with an `ActionError` that names that rank.
         """
         if self._ranks is None:
             return [mine]
@@ -470,7 +469,7 @@ class Pipeline(nn.Module):
             return collectives.gather(mine)
 
     def gather_all(self, mine: T) -> list[T]:
-        """Same as `gather`, but of all processes of the grid, in the order of the mesh's ranks."""
+        """Like `gather`, over all processes of the grid, in the order of the mesh's ranks."""
         if self._ranks is None or self.grid is None:
             return self.gather(mine)
         with self._ranks.collectives_of_all() as collectives:

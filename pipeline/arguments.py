@@ -1,6 +1,6 @@
-"""The arguments of a pipeline, checked and completed: which layers, cut where, are whose.
+"""Checks the arguments of a `Pipeline`, and finds the layers of each stage and the stages of this process.
 
-Whatever does not fit is a `ValueError` that says what would.
+An argument that does not fit is a `ValueError` that says what would fit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Device = torch.device | str
 _STAGES_PER_WORKER = 2  # default for schedules that allow any number
 
 
-# Arguments by their names: of which types they are, and what to give instead of one that is not.
+# The types of each argument, and what to give instead of a value of another type.
 _ARGUMENTS: dict[str, tuple[Any, str]] = {
     "num_microbatches": (int, "a whole number, such as 4"),
     "num_stages": (int | None, "a whole number, such as 4"),
@@ -47,7 +47,7 @@ _ARGUMENTS: dict[str, tuple[Any, str]] = {
 
 
 def check_arguments(*, transport: object, **given: Any) -> None:
-    """`ValueError` for arguments of a pipeline that are of another kind, or that exclude each other."""
+    """Raises `ValueError` for arguments of a wrong type, and for arguments that exclude each other."""
     for name, value in given.items():
         kinds, instead = _ARGUMENTS[name]
         is_one = isinstance(value, kinds) and not isinstance(value, bool)
@@ -64,17 +64,17 @@ def check_arguments(*, transport: object, **given: Any) -> None:
 
 
 class Assignment:
-    """Which layers make up which stage, and which stages are this process's: the arguments of `Pipeline`,
-    completed. `ValueError` names one that does not fit and what would.
+    """The layers of each stage, and the stages of this process, from the arguments of `Pipeline`. Raises
+    `ValueError` for an argument that does not fit, and says what would.
 
     Attributes:
         named: the layers, with the names that the plain model's `state_dict` uses
-        schedule: what the steps take
+        schedule: of the steps
         partition: the layer indices of each stage
         devices: of every stage
         local: the stages of this process
-        ties: the weights with several places in the model
-        portals: those of each layer
+        ties: the weights that several layers share
+        portals: the portals of each layer
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Assignment:
         self.devices = devices_of(
             devices, num_stages, [modules[i] for k in self.local for i in cuts[k]], modules
         )
-        # On every rank, whosever layer it is: one that refuses alone would be waited for.
+        # Every rank checks all layers, so that all refuse together and none waits for another.
         refuse_unsupported(part for layer in modules for part in layer.modules())
         refuse_apart(modules, cuts, [None] * num_stages if network is not None else self.devices)
         homes = [0 if network is None else self.schedule.worker(stage) for stage in range(num_stages)]
@@ -123,12 +123,12 @@ class Assignment:
         self.portals = portals_of(modules)
 
     def same_on_all(self) -> object:
-        """Returns the arguments that must be the same on all ranks of a pipeline."""
+        """The arguments that must be the same on all ranks of a pipeline."""
         ties = [(tie.names, tie.stages, tie.parameter.shape, tie.parameter.dtype) for tie in self.ties]
         return [name for name, _ in self.named], self.partition, self.schedule, ties, self.portals
 
     def layers(self, *, move: bool) -> dict[str, nn.Module]:
-        """The layers of this process, by name; moved to the devices of their stages, if asked to."""
+        """The layers of this process, by name; with `move` on the devices of their stages."""
         found = {}
         for index in self.local:
             span, device = self.partition[index], self.devices[index]
@@ -167,8 +167,8 @@ def schedule_of(
     num_workers: int | None = None,
     num_ranks: int | None = None,
 ) -> Schedule:
-    """The schedule by its name, or as given if the numbers agree. Without `num_workers` a worker has as many
-    stages as its schedule's name says; if any number will do, they are shared by `num_ranks`, or two.
+    """The schedule with this name, or the given `Schedule` if its numbers agree. Without `num_workers` a
+    worker has the number of stages that its schedule fixes, else an equal share over `num_ranks`, else two.
     """
     check_sizes(num_stages, num_microbatches, "never")
     if isinstance(schedule, Schedule):
@@ -199,7 +199,7 @@ def schedule_of(
 
 
 def num_stages_of(schedule: str | Schedule, network: Network | None, num_workers: int | None) -> int:
-    """Default number of stages of a pipeline over processes: as many as the schedule has for them."""
+    """Default number of stages over processes: the workers times the schedule's stages per worker."""
     if isinstance(schedule, Schedule):
         return schedule.num_stages
     if network is None and num_workers is None:
@@ -213,7 +213,7 @@ def costs_of(
 ) -> Sequence[float]:
     """One number per layer, to balance the stages by."""
     if cost is None or cost == "parameters":
-        # One more each, so that layers without parameters spread too.
+        # 1 is added to each, so that layers without parameters spread evenly, too.
         return [1 + sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     if cost == "auto":
         if example is None:
@@ -227,7 +227,7 @@ def costs_of(
 
 
 def cut_of(partition: Sequence[int | range], num_layers: int, num_stages: int) -> Partition:
-    """The layers of each stage as they were given: how many, or which."""
+    """The layers of each stage, from the user's numbers of layers or ranges."""
     if not isinstance(partition, Sequence) or not all(isinstance(each, int | range) for each in partition):
         raise ValueError(
             f"partition is {partition!r}; give each stage's layers, as in [3, 5] or [range(3), range(3, 8)]"
@@ -256,8 +256,8 @@ def devices_of(
     layers: Sequence[nn.Module],
     model: Sequence[nn.Module] = (),
 ) -> tuple[torch.device, ...]:
-    """The device of every stage; without `devices`, where the `layers` of this process are, or, without
-    parameters, devices of the type that the rest of the `model` is on.
+    """The device of every stage. Without `devices` it is the device of this process's `layers`; if those have
+    no parameters, a device of the type that the rest of the `model` is on.
     """
     if devices is None:
         found = {parameter.device for layer in layers for parameter in layer.parameters()}
@@ -276,7 +276,7 @@ def devices_of(
 
 
 def _device(device: Device) -> torch.device:
-    """`ValueError` for one that is not here."""
+    """The device of this name. Raises `ValueError` for one that this machine lacks."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
@@ -293,7 +293,7 @@ def _device(device: Device) -> torch.device:
 
 
 def compilation_of(compile: bool | str | Mapping[str, Any]) -> Compilation | None:
-    """What `torch.compile` is told of the layers; None where they are to run as they are."""
+    """The arguments of `torch.compile` for each layer; None where layers are not compiled."""
     if isinstance(compile, bool):
         return Compilation() if compile else None
     given = compile if isinstance(compile, Mapping) else {"backend": compile}
@@ -324,8 +324,8 @@ def compilation_of(compile: bool | str | Mapping[str, Any]) -> Compilation | Non
 def refuse_apart(
     layers: Sequence[nn.Module], spans: Sequence[range], homes: Sequence[torch.device | None]
 ) -> None:
-    """`ValueError` for what cannot be in two stages: a parameter on two devices of one process (`homes` of
-    stages, None where processes have copies), and a batch normalization, which would move its averages twice.
+    """Raises `ValueError` for a batch normalization in two stages, whose averages would move twice, and a
+    parameter on two devices of one process (`homes` of the stages; None over processes, which have copies).
     """
     first: dict[object, int] = {}
     for stage, span in enumerate(spans):
@@ -347,7 +347,7 @@ def refuse_apart(
 
 
 def worker_of(network: Network, schedule: Schedule) -> int:
-    """The worker that this process is: its rank in the group, which has one for each worker."""
+    """The worker of this process, which is its rank. The group must have one rank for each worker."""
     if network.size != schedule.num_workers:
         holder = "worker" if schedule.placement else "stage"
         raise ValueError(

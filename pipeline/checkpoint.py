@@ -1,16 +1,15 @@
 """Checkpoints that any number of stages can continue from.
 
-Names of parameters are those of the plain model on every rank, so torch.distributed.checkpoint can save with
-one split and load with another. Beside model and optimizer a run depends on the number of steps taken, which
-keys the random streams. On a grid all processes of the mesh write one checkpoint, each some of what several
-have, and its part of what is divided.
+Every rank names parameters as the plain model does, so torch.distributed.checkpoint can save with one number
+of stages and load with another. A checkpoint also holds the number of steps taken, on which the random
+streams depend. On a grid all processes write one checkpoint: a share of what several of them have, and their
+own part of what is divided.
 
-The ranks agree through connections of the pipeline's own: the collectives of that package wait for as long as
-the user's process group says and cannot tell which rank is missing.
+The ranks agree through the pipeline's connections, not torch's collectives, which wait for as long as the
+user's process group says and cannot tell which rank is missing.
 
-The index `.metadata` alone says what the checkpoint is: it names files that no other save has written. A save
-writes new files beside the old ones; when its index takes the place of the old one the checkpoint is
-replaced.
+The index `.metadata` defines the checkpoint: it names its files. A save writes new files beside the old ones,
+then replaces the old index by its own in one step, so the checkpoint is the old or the new one.
 """
 
 from __future__ import annotations
@@ -42,28 +41,28 @@ T = TypeVar("T")
 
 def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
     """Writes weights, buffers, optimizer state and step count to the folder `path`. All ranks must call, on a
-    grid those of the whole mesh; a rank that has nothing to train gives None as its optimizer.
+    grid all ranks of the mesh; a rank that has nothing to train passes None as its optimizer.
 
-    `RuntimeError`, on every rank, if one of them cannot write or the pipeline has failed; `ActionError` if a
-    rank does not come within the pipeline's `timeout_s`. Whenever it ends or is killed, `path` holds the
-    checkpoint of before or the new one; the next save removes what was left. One job at a time may save
-    there.
+    Raises `RuntimeError` on every rank if one of them cannot write or the pipeline has failed, and
+    `ActionError` if a rank does not call within the pipeline's `timeout_s`. If a save fails or is killed,
+    `path` holds the old checkpoint or the new one, and the next save removes the remains. Only one job at a
+    time may save there.
     """
     path, planner = Path(path), DefaultSavePlanner()
     writer = FileSystemWriter(path)
-    # Raises before anything is written if nothing is sound.
+    # If the pipeline has failed, this raises before anything is written.
     places, (name, *_) = zip(*pipeline.gather_all((pipeline.place, writer.save_id)), strict=True)
     rank = places.index(pipeline.place)
 
     def plan() -> Any:
         if rank == 0:
             path.mkdir(parents=True, exist_ok=True)
-            _tidy(path)  # what a killed save left
+            _tidy(path)  # the remains of a killed save
         planner.set_up_planner(_state(pipeline, optimizer), writer.storage_meta(), is_coordinator=rank == 0)
         for key, place in planner.mappings.items():
             if place[0] == "optimizer" and any(isinstance(part, int) for part in place):
                 raise ValueError(f"the optimizer keeps tensors in a list, {key}; dictionaries can be saved")
-        # The rank is a part of all names of files.
+        # Every file name contains the rank.
         writer.set_up_storage_writer(rank == 0, rank=f"{rank}_{name}", use_collectives=False)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -85,24 +84,24 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
 
     what = f"the checkpoint {path} can't be written"
     try:
-        # Every rank makes the plan of all, which is the same everywhere.
+        # Every rank makes the plan of all ranks; it is the same everywhere.
         plans, metadata = planner.create_global_plan(_on_all(pipeline, plan, what))
         mine = writer.prepare_global_plan(plans)[rank]
         results = _on_all(pipeline, write, what)
         _on_all(pipeline, finish, what)
     finally:
         if rank == 0:
-            _tidy(path)  # the version that was replaced, or what there is of this one
+            _tidy(path)  # the files of the old checkpoint, or those of a save that failed
 
 
 def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
-    """Reads what `save` wrote, for whatever split and grid; training then goes on as if it had never stopped:
-    bit for bit, unless the grid sums gradients in another order or divides layers otherwise.
+    """Reads a checkpoint that `save` wrote with any number of stages and on any grid. Training goes on with
+    the same bits, unless the grid sums gradients in another order or divides layers otherwise.
 
-    `ValueError`, on every rank, if the checkpoint is damaged, has another model or optimizer or was written
-    with another seed; `ActionError` if a rank does not come within the pipeline's `timeout_s`. Both leave
-    everything as it was, for all is read beside what is there. No code from the files is run, whatever they
-    hold. All ranks must call.
+    Raises `ValueError` on every rank if the checkpoint is damaged, has another model or optimizer or was
+    written with another seed, and `ActionError` if a rank does not call within the pipeline's `timeout_s`.
+    Neither changes the pipeline or the optimizer. No code in the files is run, whatever they hold. All ranks
+    must call.
     """
     there: dict[str, Any]
     optimizer_state: dict[str, Any]
@@ -142,13 +141,13 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
 def _on_all(
     pipeline: Pipeline, part: Callable[[], T], what: str, kind: type[Exception] = RuntimeError
 ) -> list[T]:
-    """Returns the results of all ranks' `part`. If one raises, every rank raises `kind`, with its cause."""
+    """Runs `part` on all ranks; returns their results. If one raises, all raise `kind`, with its cause."""
     result, failure = None, None
     try:
         result = part()
     except Exception as error:
         failure = error
-    except BaseException as error:  # an interrupt: the others must not take it for done
+    except BaseException as error:  # an interrupt: the other ranks must fail, too
         pipeline._transport.abort(None, error)
         raise
     found = pipeline.gather_all((pipeline.place, result, summary(failure) if failure is not None else None))
@@ -159,13 +158,13 @@ def _on_all(
 
 
 def _names(pipeline: Pipeline) -> dict[Tensor, str]:
-    """How parameters are called in a checkpoint: one with several names by the first."""
+    """The name of each parameter in a checkpoint: the first one, if it has several."""
     first = pipeline.tied_names
     return {parameter: first.get(name, name) for name, parameter in pipeline.named_parameters()}
 
 
 def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Returns all that a run depends on, the optimizer's state by name: positions depend on the split."""
+    """All that a run depends on. The optimizer's state is by name: positions depend on the cut."""
     first, names = pipeline.tied_names, _names(pipeline)
     state: dict[str, Any] = {}
     options: dict[str, Any] = {}
@@ -189,7 +188,7 @@ def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[
 
 
 def _places(here: Mapping[str, Any], index: Metadata, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """A state like `here` to read into, sharing nothing with it, the optimizer's as the checkpoint has it."""
+    """New memory to read a checkpoint into: the model's as in `here`, the optimizer's as in `index`."""
     parameters = {name: parameter for parameter, name in names.items()}
     model = {
         name: _place(value.shape, value.dtype, value) if isinstance(value, Tensor) else copy.deepcopy(value)
@@ -204,7 +203,7 @@ def _places(here: Mapping[str, Any], index: Metadata, names: Mapping[Tensor, str
             place = optimizer[kind][name]
             for inner in outer:
                 place = place.setdefault(inner, {})
-            place[last] = None  # any value can take this place
+            place[last] = None  # replaced by the value that is read
             found = index.state_dict_metadata[key]
             if isinstance(found, TensorStorageMetadata):
                 place[last] = _place(found.size, found.properties.dtype, parameters[name])
@@ -213,7 +212,7 @@ def _places(here: Mapping[str, Any], index: Metadata, names: Mapping[Tensor, str
 
 
 def _place(size: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Memory for what belongs to `like` and is divided as that is; what is not goes through the host's."""
+    """Memory for a tensor that belongs to `like`: divided as `like` is, else whole and on the host."""
     if isinstance(like, DTensor) and size:
         shared = size == like.shape
         return torch.empty_like(like, dtype=dtype) if shared else like.new_empty(size, dtype=dtype)
@@ -223,7 +222,7 @@ def _place(size: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
 def _by_position(
     saved: Mapping[str, Any], pipeline: Pipeline, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """A checkpoint's part of the optimizer as its `load_state_dict` takes it."""
+    """The optimizer's part of a checkpoint in the form of its `load_state_dict`."""
     names, positions = _names(pipeline), itertools.count()
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []

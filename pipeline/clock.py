@@ -1,9 +1,9 @@
 """Start and end of every action without disturbing it: the wall clock on CPUs, events on accelerators.
 
 An accelerator runs behind the host, so events are recorded into its stream and read only when somebody asks
-for the timeline: a step never waits for the device. An event tells the time since another one, and when the
-first of a step happened the host does not know. So when somebody asks, one more event is recorded and waited
-for: it happened just now, and the others as long ago as the device says.
+for the timeline: a step never waits for the device. An event only tells the time since another event. So the
+reader records one more event and waits for it: it happened just now by the host's clock, and the device says
+how long before it the others happened.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Clock:
                 event.record(devices.current_stream(device))
 
     def note(self, place: int) -> None:
-        """Notes when action `place` // 2 of the program begins, or ends where `place` is odd."""
+        """Notes the start of action `place` // 2 of the program, or its end if `place` is odd."""
         self.times[place] = self.read[place]()
 
     def events(self, offset_ns: int = 0) -> tuple[Event, ...]:

@@ -1,9 +1,10 @@
-"""What the pipeline asks of devices: the only file of `pipeline` that names an accelerator's interface.
+"""Functions on devices: only this file of `pipeline` calls an accelerator's interface.
 
-Most is asked of `torch.accelerator`, `torch.Stream` and `torch.Event`, which serve CUDA, ROCm, XPU and what
-comes; names and random generators of the device type's own module. On a CPU every function does nothing and
-gives the harmless answer, so that callers need no second path. Call the functions through the module
-(`devices.event(...)`): tests replace them here by fakes that work on CPU tensors and record what is asked.
+Most of them use `torch.accelerator`, `torch.Stream` and `torch.Event`, which serve CUDA, ROCm, XPU and
+others; names and random generators come from the device type's own module. On a CPU every function does
+nothing and returns a neutral value, so that callers need no second path. Call the functions through the
+module (`devices.event(...)`): tests replace them here by fakes that work on CPU tensors and record what is
+asked.
 
 Tensors go from device to device beside what both compute (`Transfers`). Under a plain `.to(device)` the
 current streams of both devices wait for each other at the moment of sending. Here copies have a stream of
@@ -47,7 +48,7 @@ def count(device_type: str) -> int:
 
 
 def current(device_type: str) -> torch.device:
-    """The device of the type that work goes to when none is named; an accelerator's with its index."""
+    """The current device of the type; an accelerator's with its index."""
     if device_type in _ON_HOST:
         return torch.device(device_type)
     return torch.device(device_type, torch.accelerator.current_device_index())
@@ -84,18 +85,18 @@ def select(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until all that was given to the device is done. Never call it within a step."""
+    """Waits until the device has done all its work. Never call it within a step."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """One more queue of the device; its work runs beside that of the others."""
+    """A new stream of the device, which runs beside its other streams."""
     return torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The queue that operations on the device go to now."""
+    """The device's current stream."""
     return torch.accelerator.current_stream(device) if is_accelerator(device) else torch.Stream(device)
 
 
@@ -105,7 +106,7 @@ def using(stream: torch.Stream) -> AbstractContextManager[Any]:
 
 
 def event(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """A mark to record in a stream, for which others can wait; two with `timing` tell the time between."""
+    """A new event, which other streams can wait for; two with `timing` tell the time between them."""
     return torch.Event(device, enable_timing=timing)
 
 
@@ -168,13 +169,13 @@ def reset_peak(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives memory that no tensor uses back to the device, of all accelerators of the process."""
+    """Gives cached memory back, on all accelerators of the process."""
     if is_accelerator(device):
         torch.accelerator.empty_cache()
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """The generator that operations on the device draw from when none is named."""
+    """The device's default random generator."""
     if not is_accelerator(device):
         return torch.default_generator
     module = torch.get_device_module(device)

@@ -8,9 +8,9 @@ from .plan.schedule import Action
 
 
 class ActionError(RuntimeError):
-    """An action failed. `action` is which (`2F0`, None outside of any), `rank` the process (None if there is
-    but one), `cause` what happened and `coordinates` where on the grid (`dp=1 pp=0`; none without a grid). In
-    the process in which it was raised, the original exception with its traceback is `__cause__`.
+    """An action failed: `action` names it (`2F0`; None outside of actions), `rank` the process (None in a
+    single process), `cause` the reason, and `coordinates` the place on the grid (`dp=1 pp=0`). In the process
+    in which it was raised, `__cause__` is the original exception with its traceback.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class ActionError(RuntimeError):
 
 
 class VerifyError(RuntimeError):
-    """A step of a pipeline differs from the plain model's: what differs first, where, and why, likely."""
+    """A step of a pipeline differs from the plain model's: what differs first, where, the likely cause."""
 
 
 class PeerError(RuntimeError):
@@ -42,7 +42,7 @@ class PeerError(RuntimeError):
 
 
 class StoreError(RuntimeError):
-    """The process group's store cannot be asked: its host is `silent`, or else gone."""
+    """The process group's store does not answer: its host is `silent`, or else gone."""
 
     def __init__(self, what: str, *, silent: bool) -> None:
         super().__init__(f"the store of the process group {what}")
@@ -68,7 +68,7 @@ _MEANS = {
 
 
 def summary(error: BaseException) -> str:
-    """An exception in one line: its type and its text, and what that means here where torch cannot know."""
+    """An exception in one line: its type and text, and for some of torch's what they mean in a pipeline."""
     text = str(error).strip()
     means = next((f" (here: {meaning})" for words, meaning in _MEANS.items() if words in text), "")
     return f"{type(error).__name__}: {text}{means}" if text else type(error).__name__

@@ -1,8 +1,8 @@
 """Runs one mini-batch through this process's stages; even a failure ends the step on every rank.
 
-The schedule says what happens in which order, the stages know how, the transport moves what has to move. What
-is left is a loop (`run`) over what `prepare` has looked up once; around it the stages get their micro-batches
-and targets, and a failure leaves no rank waiting (`Steps`). A forward-only pass only takes forward actions.
+The schedule gives the order of the actions, stages compute them, and the transport moves tensors. `prepare`
+looks up once what the loop over actions (`run`) needs. `Steps` gives the stages their micro-batches and
+targets, and ends a failed step on every rank. An evaluation takes the forward actions alone.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Steps:
         observe: Observer | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor | None:
-        """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only, whose
-        outputs are left in the last stage. `model` is the whole module of this process, `number` keys the
-        random streams, `scaler` scales the gradients. Returns the mean loss of a training step.
+        """Takes a mini-batch: a training step if there is a `loss_fn`, else forwards alone, which leave their
+        outputs in the last stage. `model` is the `Pipeline`, `number` keys the random streams, `scaler`
+        scales the gradients. Returns the mean loss of a training step.
         """
         if not self._turn.acquire(blocking=False):
             raise RuntimeError(
@@ -134,7 +134,7 @@ class Steps:
         return error
 
     def _give_up(self, error: BaseException) -> ActionError:
-        """Ends the step here and on all ranks. Returns what happened, as far as any rank knows."""
+        """Ends the step on all ranks. Returns the error, with what any rank knows of its cause."""
         for stage in self._stages.values():
             stage.finish(complete=False)
         if self._tied is not None:
@@ -170,7 +170,7 @@ class Steps:
         return self._transport.begin(plan, signature), divide(batch, sizes(examples, count))
 
     def _follow(self, num_microbatches: int) -> None:
-        """The steps take so many micro-batches from now on, which may be fewer than the schedule has."""
+        """Sets the number of micro-batches of the next steps, which may be fewer than the schedule has."""
         is_whole = num_microbatches == self._schedule.num_microbatches
         self._rows = self._schedule if is_whole else shortened(self._schedule, num_microbatches)
         for stage in self._stages.values():
@@ -185,7 +185,7 @@ class Steps:
         loss_fn: LossFn | None,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        """Gives each stage its part of the step, with the weight of each micro-batch in the loss."""
+        """Gives each stage its micro-batches or targets, and each micro-batch's weight in the loss."""
         lengths = sizes(plan.examples, plan.num_microbatches)
         shares: Sequence[float] = ()
         targets: Sequence[Tree | None] = ()
@@ -231,7 +231,7 @@ class Steps:
         return self._programs[key]
 
     def _on_their_devices(self, observe: Observer | None) -> Observer:
-        """`observe`, with the device of an action's stage as the current one: layers may not say which."""
+        """Wraps `observe`: the device of an action's stage is the current one, for layers that name none."""
 
         @contextmanager
         def guarded(action: Action) -> Iterator[None]:
@@ -317,7 +317,7 @@ def run(
 
 
 def _take(instruction: Instruction, position: int, transport: EdgeTransport, clock: Clock) -> None:
-    """One action, from what it waits for to what it sends."""
+    """Takes one action: waits for its message, computes, and sends the result."""
     kind, stage, m, graph, before, behind, _ = instruction
     passed: Any = None  # what comes, then what goes
     if kind is F:

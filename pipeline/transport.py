@@ -1,4 +1,4 @@
-"""What the engine asks of a transport, and the transport of stages that live in one process.
+"""The interface of a transport, and the transport between stages of one process.
 
 `EdgeTransport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes. In one
 process a transport is a set of mailboxes, one per edge, direction and micro-batch: with all stages on one
@@ -34,34 +34,34 @@ class EdgeTransport(Protocol):
     """Carries activations along the edges between stages, and gradients back, in the schedule's order."""
 
     def begin(self, plan: StepPlan | None, signature: Hashable) -> StepPlan:
-        """Starts a step; the process of the first stage brings the plan, all learn it. Under an equal
-        `signature` (that of the first stage counts) all messages have the same shapes and dtypes.
+        """Starts a step: sends the plan from the first stage's process to all others. In steps with the same
+        `signature`, which the first stage's process gives, messages have the same shapes and dtypes.
         """
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
-        """Hands an output to the stage where the edge ends."""
+        """Sends an output to the stage at the edge's end."""
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
-        """Returns the message of the stage where the edge begins."""
+        """Receives the message of the stage at the edge's start."""
 
     def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
-        """Hands the gradients of what was received to the stage where the edge begins."""
+        """Sends the gradients of a received message to the stage at the edge's start."""
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
-        """The gradients of what was sent."""
+        """Receives the gradients of a sent message."""
 
     @property
     def release(self) -> Callable[[int, int], None] | None:
         """Function of (stage, micro-batch) that says that its receive buffers may be overwritten, if any."""
 
     def send_loss(self, loss: Tensor) -> None:
-        """Hands the last stage's loss of a training step to all, once all micro-batches are forward."""
+        """Sends the last stage's loss to all processes, once all micro-batches are forward."""
 
     def finish(self) -> Tensor | None:
         """Ends a step; returns the loss of a training step, on all processes."""
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        """Ends a step that failed in `action`, everywhere; returns what to raise."""
+        """Ends a step that failed in `action` in all processes; returns the exception to raise."""
 
 
 class InProcess:

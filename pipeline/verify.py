@@ -1,9 +1,9 @@
-"""Whether a pipeline trains a model exactly: one step of it beside the same step of the plain model.
+"""Checks that a pipeline trains a model exactly: compares one of its steps with the plain model's.
 
 A layer that leaves something in an attribute, reads it in another stage, draws from a generator of its own or
-trains inside of its forward is right in the plain model, and may be wrong here without an error. Nobody can
-list all such ways, so both steps are taken and compared: what stages give, the loss, the gradients from the
-last layer back to the first, the buffers and the random streams. So what differs first is near its cause.
+trains inside of its forward is right in the plain model, and may be silently wrong in a pipeline. Nobody can
+list all such ways, so both steps are compared: outputs of stages, the loss, gradients from the last layer
+back to the first, buffers and random streams. The first difference in this order is near its cause.
 
 The plain step takes the same micro-batches one after another, with the draws that the pipeline makes. Over
 processes it is taken on the rank of the last stage, and every rank is sent the values and gradients of all:
@@ -144,7 +144,7 @@ def verify(
 def _as_pipeline(
     pipeline: Pipeline, own: Mapping[int, nn.Module], batch: Tree | None, target: Tree | None, loss_fn: LossFn
 ) -> _Step:
-    """A step of this pipeline as it is, with what its stages have found out about their layers."""
+    """A step of this pipeline. Its stages keep what they have learnt about their layers."""
     step = _Step()
 
     def watched(index: int, forward: Callable[..., Any], m: int, *arguments: Any) -> Any:
@@ -234,7 +234,7 @@ def _compare(
     plain: Sequence[_Step],
     tolerance: float,
 ) -> str | float:
-    """The largest relative difference, or what differs first, where, by how much and why, likely."""
+    """The largest relative difference; else what differs first, where, by how much, and the likely cause."""
     largest = 0.0
     for what, by, cause in _differences(pipeline, layers, brought, plain):
         largest = max(largest, by)
@@ -271,7 +271,7 @@ AGAIN = (
 def _differences(
     pipeline: Pipeline, layers: Mapping[int, nn.Module], brought: Sequence[_Brought], plain: Sequence[_Step]
 ) -> Iterator[tuple[str, float, str]]:
-    """Yields what is compared, by how much it differs and why, likely; the earliest in a step first."""
+    """Yields each thing compared, its difference and the likely cause, in the order of a step."""
     stage_of = {layer: stage for stage, span in enumerate(pipeline.partition) for layer in span}
     last = len(pipeline.partition) - 1
     recomputes = {a.stage for row in pipeline._steps.latest.actions for a in row if a.kind is Kind.R}
@@ -310,7 +310,7 @@ def _off(found: float, wanted: float, size: float) -> float:
 
 
 def _difference(found: Tensor | None, wanted: Tensor | None, least: float) -> float:
-    """Relative to the largest number of `wanted`, or to `least`; a missing tensor is one of zeros."""
+    """The difference over the largest number of `wanted`, at least `least`; a missing tensor is zeros."""
     if found is None and wanted is None:
         return 0.0
     found = torch.zeros_like(wanted) if found is None else found  # type: ignore[arg-type]

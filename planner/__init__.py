@@ -1,6 +1,6 @@
 """How to train a model on given machines, and how long a step takes.
 
-    from . import Request, link_named, model_of, plan
+    from gpipe_bench.planner import Request, link_named, model_of, plan
 
     found = plan(model_of("gpt2", 64), Request(accelerators=4, memory_bytes=24 * 2**30, batch_size=64,
                                                link=link_named("pcie", "a10"), device_type="a10"))

@@ -1,4 +1,4 @@
-"""Accelerators by their published peaks: the paper's, and those that people train on.
+"""Published peaks of accelerators: those of the paper, and current ones.
 
 What share of its peak arithmetic a program reaches on the paper's is unknown and stands in
 results/unknowns.toml, not here.
@@ -180,7 +180,7 @@ def _card(text: str) -> Accelerator:
 
 
 def accelerator(name: str, precision: str = "float32") -> Accelerator:
-    """`ValueError` for a name that is not known, or a precision that it has no units for."""
+    """The accelerator with this name. `ValueError` if it is unknown or lacks units for the precision."""
     if "," in name:
         return _card(name)
     key = name.lower().replace(" ", "-")

@@ -197,7 +197,7 @@ def predicted(found: Found, search: Search) -> Prediction:
 
 
 def _held(found: Found, request: Request) -> str:
-    """Describes what the fullest worker holds at its peak."""
+    """Says in words what the fullest worker holds at its peak."""
     worst = max(found.memory, key=lambda each: each.peak)
     parts = {
         "float32 weights": worst.parameters,
@@ -213,7 +213,7 @@ def _held(found: Found, request: Request) -> str:
 
 
 def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
-    """Whether no single layer needs more than there is for a micro-batch of that size."""
+    """Whether every layer by itself fits into memory with a micro-batch of that size."""
     ranks = max((n for n in space.tp or (1,) if n == 1 or model.is_divisible(n)), default=1)
     sharded = space.sharded and request.gathers_half(request.accelerators)
     profile = model.profile_of(
@@ -232,7 +232,7 @@ def _least_that_fits(model: Model, request: Request, space: Space, given: Space)
 
 
 def _too_large(model: Model, request: Request, space: Space) -> ValueError:
-    """The error where nothing fits."""
+    """The `ValueError` for a request under which nothing fits."""
     least = smallest(model, request, space)
     assert least is not None  # `check` has found ways
     return ValueError(nothing_fits(model, request, space, least))
@@ -249,7 +249,7 @@ LOOKED_AT = 6
 
 
 def on_engine(model: Model, request: Request, space: Space) -> Space:
-    """The space without what cannot run, by this engine where it is to; ValueError for such a tp."""
+    """The space without what can't run (for a plan on this engine, on it). ValueError for such a tp."""
     space = replace(space, least_examples=model.least_examples)
     if not _is_here(request):
         return replace(space, sharded_stages=space.sharded_stages and not model.ties)
@@ -306,7 +306,7 @@ class _Cuts:
         self.cut = partition(held, room.schedule.num_stages)
 
     def least(self, worker: int, stages: tuple[range, ...]) -> tuple[int, str]:
-        """The least that a worker with these stages holds, and the recomputation with which it does."""
+        """The smallest peak of a worker with these stages, and the recomputation that gives it."""
         every = [(self.room.memory(worker, stages, (r,) * len(stages)).peak, r) for r in self.remats]
         return min(every, key=lambda each: each[0])
 
@@ -326,7 +326,7 @@ class _Cuts:
         return Found(self.way.candidate(self.cut, remat), self.room.counted(self.cut, remat))
 
     def improve(self) -> None:
-        """Makes the fullest worker less full; several stages of a worker exchange a layer at a time."""
+        """Lowers the fullest worker's peak; several stages of a worker exchange a layer at a time."""
         layers = len(self.room.layers)
         if len(self.cut) == layers or layers > MOST_LAYERS:
             return
@@ -351,7 +351,7 @@ class _Cuts:
 
 
 def nothing_fits(model: Model, request: Request, space: Space, least: Found, *, as_one: bool = False) -> str:
-    """One line: the smallest peak, where it is, and what would do; `as_one` keeps one pipeline over all."""
+    """One line: the smallest peak, its place, and the remedies; with `as_one` for one pipeline over all."""
     needed = math.ceil((least.peak + request.held_back_bytes) / GIB * 100) / 100
     helps = [*_remedies(model, request, space, as_one), f"--memory-gib {needed:g}"]
     held = f", {request.held_back_bytes / GIB:g} of them held back (--reserve-gib)"

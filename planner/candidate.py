@@ -1,5 +1,5 @@
-"""One way to train: the grid of accelerators, the pipeline's stages and schedule, what is recomputed; and
-what a step of it takes.
+"""One way to train a model: the grid of accelerators, the schedule, the cut and the recomputation; and the
+prediction of its step.
 
 A `Way` is all of it but the cut. A `Candidate` has that, too: all that is needed to run it. What follows from
 it is its `Prediction`.
@@ -66,7 +66,7 @@ class Grid:
 
 
 def by_schedule(remat: Sequence[str]) -> tuple[str, ...]:
-    """Returns the recomputations that the schedule does; "never" stands for those inside of layers."""
+    """What the schedule recomputes on each stage; "never" where checkpoints in layers do it."""
     return tuple("never" if each in WRAPPED else each for each in remat)
 
 
@@ -96,12 +96,12 @@ class Way:
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """K, the number of stages."""
         return self.grid.pp * self.stages_per_worker
 
     @property
     def splits(self) -> bool:
-        """Whether backwards are I and W."""
+        """Whether the schedule splits backwards into I and W."""
         return splits(self.schedule)
 
     def candidate(self, cut: Partition, remat: tuple[str, ...]) -> Candidate:
@@ -184,7 +184,7 @@ class Prediction:
 
     @property
     def fullest(self) -> int:
-        """The worker of that accelerator, the first of equal ones."""
+        """The worker with the highest peak, the first of equal ones."""
         return self.peak_bytes.index(self.peak)
 
     @property

@@ -187,5 +187,5 @@ class Collectives:
 
 
 def forward_kind(layers_s: Mapping[str, Sequence[float]]) -> str:
-    """A forward that keeps its graph, where it was timed apart."""
+    """The kind of a forward that keeps its graph: "G" where it was timed apart, else "F"."""
     return "G" if "G" in layers_s else "F"

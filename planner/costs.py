@@ -1,4 +1,4 @@
-"""Seconds and bytes of every layer, and what a step takes beyond its layers: all that a prediction adds up.
+"""Costs that a prediction adds up: seconds and bytes of every layer, and what a step takes beyond them.
 
 Measured on this machine or following from an accelerator's peaks, costs have one form. A layer's seconds are
 by the kind of the action and the size of the micro-batch:
@@ -34,7 +34,7 @@ Run = tuple[tuple[float, ...], ...]
 
 
 def inside(kind: str, remat: str) -> str:
-    """The seconds of an action of that kind on a stage that recomputes so much inside of it."""
+    """The kind of cost of an action on a stage that recomputes `remat` inside of its backward."""
     plain = kind.removesuffix(FIRST)
     return f"{plain} {remat}" if remat in WRAPPED and plain in ("B", "I") else kind
 

@@ -1,4 +1,4 @@
-"""A plan as others eat it: a script on our engine or on torch's, settings for torchtitan and for Megatron-LM.
+"""Writes a plan as a script on this engine or on torch's, or as settings for torchtitan or Megatron-LM.
 
 The scripts are whole: they build the model, cut it as planned, and take a few steps on zeros of the right
 shape, where one's own batches go. The settings have the degrees, the cut and the schedule; model and data
@@ -113,7 +113,7 @@ def as_run(form: str, model: Model, candidate: Candidate, request: Request) -> t
 def check_asked(
     form: str, schedules: Sequence[str], optimizer: str, name: str = NAME, precision: str = "float32"
 ) -> None:
-    """Raises ValueError for what a format does not have whatever the plan will be."""
+    """Raises ValueError for what a format can't express, whatever the plan."""
     known, hidden = FORMATS[form], PurePath(name).stem
     if hidden in ("torch", "torchtitan", "gpipe_bench"):
         raise ValueError(f"--script {name} would hide the package {hidden}; give another name")
@@ -136,7 +136,7 @@ def check_asked(
 
 
 def command(request: Request, name: str = NAME, accelerators: int | None = None) -> str:
-    """The line that starts the script on every host, or on as many as so many accelerators are on."""
+    """The command line that starts the script on each host that the plan uses."""
     number = accelerators or request.accelerators
     if number <= request.per_host:
         return f"torchrun --nproc-per-node {number} {name}"
@@ -149,7 +149,7 @@ def command(request: Request, name: str = NAME, accelerators: int | None = None)
 def _render(
     form: str, model: Model, candidate: Candidate, request: Request, more: Mapping[str, Any]
 ) -> str:  # fmt: skip
-    """The format's template, filled in with a plan and with what else it names."""
+    """The format's template, filled in with the plan and further values."""
     import jinja2
 
     from .model import PRODUCTS

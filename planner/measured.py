@@ -1,4 +1,4 @@
-"""Costs of a model as this machine takes them: its layers timed (`probes`).
+"""Costs of a model on this machine, from its timed layers (`probes`).
 
 A stage takes less than its layers one by one, because each action costs something once: cold caches after
 another kind of work, and the engine's own. How much follows from the same layers timed as stages of their own

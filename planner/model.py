@@ -1,4 +1,4 @@
-"""The models of `plan`: published shapes by name and one's own, built without memory, with their `Source`."""
+"""The models of `plan`, built without memory: published shapes, and the user's own."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Source:
 
     @property
     def called(self) -> str:
-        """The builder of the zoo, or one's own function."""
+        """The name of the zoo's builder or of the user's function."""
         return self.name.rpartition(":")[2]
 
     @property
@@ -81,7 +81,7 @@ class Source:
         return f"from {self.name.partition(':')[0]} import {self.called}"
 
     def build(self) -> tuple[list[nn.Module], Loss]:
-        """Layers and loss."""
+        """Builds the layers and the loss."""
         if self.options is not None:
             return list(MODELS[self.name](**self.options)), loss_fn(self.name, **self.options)
         layers, _, _, loss, *_ = _function(self.name)()
@@ -186,7 +186,7 @@ class Model:
 
     @cached_property
     def why_not_one(self) -> str | None:
-        """What one's own layers say of a micro-batch of one example; None where they take it."""
+        """The error of the layers with a micro-batch of one example; None where they accept it."""
         try:
             if self.source.options is None:
                 self.profile_of(1, "float32")
@@ -207,7 +207,7 @@ class Model:
         return self.changed(layers=layers, ties=shared_weights(layers), inputs=inputs, target=target)
 
     def changed(self, **changes: Any) -> Model:
-        """Returns a copy with other fields, of which nothing is profiled yet."""
+        """Returns a copy with other fields, and without profiles."""
         return replace(self, **changes, _profiles={}, _profilers={})
 
     def sequence_parallel(self, ranks: int) -> bool:
@@ -449,7 +449,7 @@ def _own(name: str) -> Model:
 
 
 def _mean(output: Any, target: Tensor) -> Tensor:
-    """A loss for a model that comes without one: it keeps nothing."""
+    """A loss for models without one, the outputs' means: it keeps nothing for the backward."""
     return torch.stack([each.float().mean() for each in as_tuple(output) if each.is_floating_point()]).sum()
 
 

@@ -127,7 +127,7 @@ class Request:
 
     @property
     def cards_per_host(self) -> int:
-        """Network cards."""
+        """Number of network cards of one host."""
         usual = self.per_host if self.link.name.startswith("nvlink") else 1
         return usual if self.cards is None else self.cards
 
@@ -205,17 +205,17 @@ class Topology:
 
     @cache  # noqa: B019
     def between(self, a: int, b: int) -> Link:
-        """From a worker of the pipeline to another: as slow as in the slowest replica."""
+        """The link between two workers of a pipeline: the slowest of all replicas."""
         block = self._stride("pp")  # ranks of one worker, in all replicas
         slowest = self._slowest((a * block + each, b * block + each) for each in range(block))
         return self._by_cards(slowest, block)
 
     def boundaries(self, placement: Sequence[int]) -> tuple[Link, ...]:
-        """From each stage to the next; `placement` has the worker of each stage."""
+        """The link from each stage to the next; `placement` has the worker of each stage."""
         return tuple(self.between(a, b) for a, b in pairwise(placement))
 
     def describe(self) -> str:
-        """In words: the link of each dimension, and where a pipeline has two."""
+        """Describes in words the link of each dimension, and where a pipeline has two."""
         links: dict[str, list[str]] = {}
         for a, b in pairwise(range(self.grid.pp)):
             links.setdefault(self.between(a, b).name, []).append(f"{a}-{b}")
@@ -333,7 +333,7 @@ def splits_some(request: Request, space: Space) -> bool:
 
 
 def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str, int]]:
-    """Names with their stages per worker."""
+    """Schedules' names with their stages per worker."""
     if grid.pp == 1:
         plain = [name for name in space.schedules if NAMED[name].stages_per_worker in (None, 1)]
         yield from [("1f1b" if "1f1b" in plain else name, 1) for name in plain[:1]]

@@ -63,7 +63,7 @@ class Found:
         return " ".join(f"{span.start}-{span.stop - 1}" for span in spans)
 
     def where(self) -> str:
-        """The stage that is fullest, and when."""
+        """The fullest worker, its layers, and the action at its peak."""
         way, worst = self.candidate, max(range(len(self.memory)), key=lambda worker: self.memory[worker].peak)
         home = "stage" if len(self.homes[worst]) == 1 else "worker"
         kinds = {*way.remat}
@@ -297,7 +297,7 @@ class Search:
         return tuple(known)
 
     def found(self, way: Way, cut: Cut, room: Room | None = None) -> Found:
-        """A cut of a way as an answer."""
+        """The candidate of a way with this cut, and its bytes."""
         memory = (room or self.room(way)).counted(cut.stages, cut.remat)
         return Found(way.candidate(cut.stages, cut.remat), memory, cut.step_s)
 

@@ -1,8 +1,8 @@
-"""Which tests are of the first tier.
+"""Divides the tests into two tiers.
 
-It is what `nox -s tests` runs: the whole public behaviour once, within three minutes. The second, named in
-`second_tier.txt` and marked `deep`, holds the same promises on more cells, in more processes, under signals
-and kills; continuous integration adds it (`nox -s tests -- --all`).
+`nox -s tests` runs the first tier: the whole public behaviour once, within three minutes. The second tier,
+listed in `second_tier.txt` and marked `deep`, tests the same behaviour with more sizes and processes, and
+with signals and kills; `nox -s tests -- --all` and continuous integration run both.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ SECOND = Path(__file__).with_name("second_tier.txt")
 
 @cache
 def patterns() -> tuple[str, ...]:
-    """The lines of `second_tier.txt` that say something."""
+    """The patterns in `second_tier.txt`, without comments and empty lines."""
     lines = SECOND.read_text(encoding="utf-8").splitlines()
     return tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
 
 
 def is_deep(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a test, or all of a file, is of the second tier; `name` is pytest's, from `tests/` on. The last
-    pattern that holds it decides, and one behind `!` takes back, as in `.gitignore`.
+    """Whether a test or a file is in the second tier; `name` is pytest's, without `tests/`. The last pattern
+    that matches decides; one that begins with `!` takes out, as in `.gitignore`.
     """
     found = False
     for pattern in patterns:
@@ -34,6 +34,6 @@ def is_deep(name: str, patterns: Sequence[str]) -> bool:
 
 
 def is_all_deep(file: str) -> bool:
-    """Whether no test of a file is of the first tier."""
+    """Whether all tests of a file are in the second tier."""
     lines = patterns()
     return is_deep(file, lines) and not any(line.startswith(f"!{file}::") for line in lines)

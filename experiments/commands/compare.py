@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _unknowns(name: str) -> None:
-    """Raises ValueError for an experiment that computes nothing at the paper's size."""
+    """Prints the appendix. Raises ValueError for an experiment that computes nothing at the paper's size."""
     from gpipe_bench.harness.report import reproduced
 
     from ..paper import reproduction
@@ -123,8 +123,8 @@ def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:
 
 
 def folder_of(name: str, results: Path, *, is_own: bool) -> tuple[Path, str]:
-    """Folder of an experiment's records: the user's `results`, or, where nothing of it is there and no
-    folder was asked for, those that come with the project, with a sentence that says so.
+    """The folder of an experiment's records, and a sentence if they are not the user's: where the user named
+    no folder (`is_own`) and `results` has none of this experiment, the records that come with the project.
     """
     having = [folder for folder in sorted(REFERENCE.glob("*")) if (folder / f"{name}.jsonl").is_file()]
     if not is_own or not having or Store(results).load(name).records:

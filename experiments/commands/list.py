@@ -1,8 +1,8 @@
 """`list`: the experiments and how long each profile takes; `list --machine`: what this machine can run and
 what it lacks; `list --models`: the model zoo.
 
-Little but the standard library is imported before it is known what is asked: a machine that lacks a package
-is to be told which. Torch is asked in a separate process: a build may crash on this processor.
+At first little but the standard library is imported, because `list --machine` has to run where packages are
+missing, and name them. A separate process imports torch: some builds crash on some processors.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _entry(name: str, store: Store) -> dict[str, Any]:
 
 
 def _time(experiment: Experiment, profile: str, store: Store) -> dict[str, Any]:
-    """How many cases `run` would take from the records; expected seconds: the time that a case took here, at
-    whichever revision, or its declared estimate.
+    """The number of cases, how many of them are on record, and the expected seconds: those that a case took
+    here, at any revision of the experiment, else its estimate.
     """
     from gpipe_bench.harness.experiment import RunOptions
     from gpipe_bench.harness.record import FINAL
@@ -88,7 +88,7 @@ def _time(experiment: Experiment, profile: str, store: Store) -> dict[str, Any]:
         if record.profile == profile and record.status == "done"
     }
     known = 0
-    if any(case.label in took for case in cases):  # torch may have to be asked for a device
+    if any(case.label in took for case in cases):  # else torch need not be imported
         options = usual_options(experiment, profile)
         found = [stored.get(experiment.identity(case, options)) for case in cases]
         known = sum(record is not None and record.status in FINAL for record in found)
@@ -134,7 +134,7 @@ OK, MISSING, OPTIONAL = "ok", "missing", "optional"
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. "missing" stops the short profiles; "optional" only what `remedy` says."""
+    """One finding. "missing": the short profiles can't run; "optional": they can."""
 
     name: str
     status: str

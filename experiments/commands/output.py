@@ -1,7 +1,7 @@
 """Exit statuses, standard output that holds results and nothing else, and streams that can be written to.
 
-Experiments run code that prints, down to libraries that write to the file descriptor; under --json none of
-that may end up between the lines.
+Experiments call code that prints, and libraries that write to the file descriptor; under --json none of that
+may stand between the JSON lines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from gpipe_bench.harness.report.grid import SCREEN, within
 
 DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
-"""Exit statuses: of what went as it should and of what the user asked to know."""
+"""Exit statuses of all verbs, in the order of the names."""
 
 IO_FAILED, READER_GONE = 74, 141
 """Exit statuses of a program that could not write (sysexits.h), or whose reader closed the pipe."""
@@ -32,8 +32,8 @@ def interrupted(number: int) -> int:
 
 
 def prepare_streams() -> None:
-    """Makes the standard streams take any text. One that the caller closed (`>&-`, some daemons) drops it:
-    else the next file that is opened gets its number, and a library prints into a file of records.
+    """Makes the standard streams take any text. A stream that the caller closed (`>&-`) gets /dev/null: else
+    the next file that is opened takes its number, and a library prints into a file of records.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -48,7 +48,7 @@ def prepare_streams() -> None:
 
 
 def give_up_unwritable() -> None:
-    """Drops what a standard stream could not write, or the interpreter would fail over it once more."""
+    """Drops what a standard stream could not write: the interpreter would fail again when it exits."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -58,7 +58,7 @@ def give_up_unwritable() -> None:
 
 @contextlib.contextmanager
 def lines_only() -> Iterator[Callable[[bytes], None]]:
-    """Yields what writes a line to the real standard output; all else that is written goes to stderr."""
+    """Yields a function that writes a line to standard output; whatever else is printed goes to stderr."""
     stdout = sys.stdout
     stdout.flush()
     try:
@@ -93,7 +93,7 @@ def tell(arguments: argparse.Namespace, lines: Iterable[object], text: Callable[
         return
     try:
         from msgspec.json import encode
-    except ImportError:  # what `list --machine` is about to say
+    except ImportError:  # `list --machine` reports that msgspec is missing
         for line in lines:
             print_line(json.dumps(line, default=asdict).encode())
     else:

@@ -38,14 +38,14 @@ PRECISIONS = {
 }  # fmt: skip
 WIDTH = 100  # columns of an answer
 MOST_LINES = 9  # workers whose memory is printed
-EVERY_S = 10.0
+EVERY_S = 10.0  # between two lines of progress
 WORDS = {
     "never": "nothing", "selective": "all but products", "blocks": "blocks", "always": "stages",
     "except_last": "stages but for the last micro-batch",
 }  # fmt: skip
 """Words for what is recomputed, by kind of re-materialization."""
 TOO_CLOSE = 0.03
-"""Steps that differ by less may come in the other order: of 63 that ran, half were off by 1.9 % or more."""
+"""Steps that differ by less may come in the other order: half of 63 predictions were off by 1.9 % or more."""
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -196,7 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model(arguments: argparse.Namespace) -> Model:
-    """The model, on one thread; one's own modules are found in the folder in which this was started."""
+    """The model that the options name. The user's own modules are found in the working directory."""
     import torch
 
     from gpipe_bench.planner.model import model_of
@@ -257,7 +257,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 @contextmanager
 def _about(option: str) -> Iterator[None]:
-    """What is wrong in this block is so of that option."""
+    """Puts the option before the message of a ValueError."""
     try:
         yield
     except ValueError as error:
@@ -281,8 +281,8 @@ def _progress() -> Callable[[str, int, int], None]:
 
 
 def text(plan: Plan, written: Written | None = None, path: Path | None = None, *, full: bool = False) -> str:
-    """The best one in a few sentences, the next ones, its memory by stage, and how to start it; with `full`
-    all that is known. No line is wider than WIDTH, but those of a script.
+    """The best plan in a few sentences, the next plans, the best one's memory by worker, and its command;
+    with `full` also where each number comes from. Only lines of a script are wider than WIDTH.
     """
     parts = [_best(plan), _next(plan), _cut(plan.best)]
     if full:
@@ -404,7 +404,7 @@ PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations"
 
 
 def _only_bytes(arguments: argparse.Namespace) -> int:
-    """Plans one pipeline over all accelerators. Raises ValueError for what is about anything else."""
+    """Plans one pipeline over all accelerators. Raises ValueError for options that have no meaning for it."""
     for option in ("pp", "tp", "hosts", "between", "cards", "script", "format", "no_fsdp"):
         given = getattr(arguments, option)
         if given not in (None, [], False, 1):
@@ -432,9 +432,9 @@ def _only_bytes(arguments: argparse.Namespace) -> int:
 
 
 def _placed(model: Model, request: Request, space: Space) -> Found:
-    """The model's cut with the smallest peak, with the fewest micro-batches that fit where none are given.
+    """The cut with the smallest peak, in the fewest micro-batches that fit unless `space` gives their number.
 
-    Raises ValueError, naming what would do, where it does not fit.
+    Raises ValueError, naming remedies, where nothing fits.
     """
     from gpipe_bench.planner.answer import nothing_fits, on_engine, smallest
 
@@ -457,7 +457,7 @@ def _placed(model: Model, request: Request, space: Space) -> Found:
 
 def text_of_bytes(model: Model, request: Request, found: Found) -> str:
     """Table of the workers: their stages and layers, and the parts of their fullest moment in GiB."""
-    remat = found.candidate.remat[0]  # as all stages recompute
+    remat = found.candidate.remat[0]  # the same on all stages
     again = {"always": "every one recomputed", "never": "nothing recomputed"}
     what = again.get(remat, f"re-materialization {remat}")
     title = (
@@ -482,7 +482,7 @@ def text_of_bytes(model: Model, request: Request, found: Found) -> str:
 
 
 def facts(model: Model, request: Request, found: Found) -> dict[str, Any]:
-    """The same as plain data, in bytes."""
+    """What `text_of_bytes` shows as plain data, in bytes."""
     way = found.candidate
     return {
         "model": model.name,

@@ -1,1 +1,1 @@
-"""Engines under test: the protocol, those that are known, and what each is checked for."""
+"""Engines under test: the protocol that an engine follows, known engines, and the cases that check one."""

@@ -1,10 +1,8 @@
-"""Runs somebody else's code in processes of its own, and says in one line what became of it; so are the cases
-of `cases.py` asked.
+"""Runs the cases of `cases.py` on an engine under test, in processes of its own; reports errors in a line.
 
-An engine under test may raise, wait for ever, or take its process with it; none of that shall cost the
-results of others. Its processes are those of `pipeline.launch`, each with a clock of its own: one that tells
-nothing for too long writes where it is, and ends, with all that it has started. A case that ends so costs
-that case alone: the next ones run in new processes.
+An engine may raise, hang, or end its process; none of that may cost the results of other engines. Each
+process (`pipeline.launch`) has a timer: one that reports nothing for too long writes its traceback and ends,
+with all processes that it has started. That costs one group of cases: the next ones run in new processes.
 """
 
 from __future__ import annotations
@@ -37,17 +35,17 @@ from .setup import Engine, NoStepError, Setup, build, placement_of, resolve
 
 T = TypeVar("T")
 
-_DUMP_S = 0.5  # until a process that hangs has written where, and so have those that wait for it
+_DUMP_S = 0.5  # for processes that hang to write their tracebacks before they are ended
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 """Parts of error messages that report the end of another process."""
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
 
 Tell = Callable[[Any], None]
-"""Keeps something picklable, also for the case that the process ends, and starts its patience anew."""
+"""Writes a picklable report to a file, which outlives the process, and restarts the process's timer."""
 
 
 class Fault(NamedTuple):
-    """Why an isolated run has no result. `refused`: by a ValueError, which is what an engine can't do."""
+    """Why an isolated run has no result. `refused`: by a ValueError, as the engine can't do it."""
 
     reason: str  # one line
     traceback: str = ""
@@ -55,7 +53,7 @@ class Fault(NamedTuple):
 
 
 class IsolatedError(RuntimeError):
-    """An isolated run that has no result. `told` is what each process has told before."""
+    """An isolated run that has no result. `told` has what each process reported before."""
 
     def __init__(self, fault: Fault, told: list[list[Any]]) -> None:
         super().__init__(fault.reason)
@@ -68,14 +66,14 @@ def run_isolated(
     """`function(tell, *arguments)` in each of `num_processes` processes; their results, by rank.
 
     Args:
-        function: importable by name; its results and what it tells must be picklable
-        num_processes: that form the default process group
-        timeout_s: between two things that they tell, and until they end
-        device: "cpu", or "cuda", of which each gets one
+        function: importable by name; its results and reports must be picklable
+        num_processes: size of the default process group
+        timeout_s: longest time between two reports, and from the last one to the end
+        device: "cpu", or "cuda" for a GPU of each process
 
     Raises:
-        IsolatedError: the error of the process that is to blame, its signal or status, or where all were
-            when time was over; one line.
+        IsolatedError: one line with the first process's error, signal or exit status, or with the place of
+            every process when time ran out.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as name:
         folder, results, ended = Path(name), [], None
@@ -94,7 +92,7 @@ def run_isolated(
 
 
 def _fault(folder: Path, count: int, timeout_s: float, ended: ProcessException | None) -> Fault | None:
-    """The fault of the process that is to blame: the first to notice need not be it."""
+    """The fault of the process that failed first; others only noticed that they lost their connection."""
     faults: list[Fault] = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("fault*"))]
     own = [fault for fault in faults if not any(word in fault.reason for word in _LOST)]
     if own or not isinstance(ended, ProcessExitedException):
@@ -144,7 +142,7 @@ def fault_of(error: BaseException) -> Fault:
 def _child(
     folder: Path, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> object:
-    """What the function returns; what it raises is written down instead."""
+    """Runs in each process: returns the function's result, or writes what it raises into `folder`."""
     rank = dist.get_rank()
     os.setpgid(0, 0)
     (folder / f"leader{rank}").write_text(str(os.getpid()))
@@ -153,7 +151,7 @@ def _child(
     where = open(folder / f"where{rank}", "w")  # noqa: SIM115  # lives as long as the process
     told = open(folder / f"told{rank}", "wb")  # noqa: SIM115  # likewise
 
-    def wait_anew() -> None:  # the dump and the signal reach a process that holds Python's lock, too
+    def wait_anew() -> None:  # both work although Python's lock is held
         faulthandler.dump_traceback_later(timeout_s, file=where)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + _DUMP_S)
 
@@ -166,7 +164,7 @@ def _child(
     found = None
     try:
         found = function(tell, *arguments)
-        dist.barrier()  # or the others would lose a connection that they still read from
+        dist.barrier()  # others may still read from this process
     except BaseException as error:  # also an engine that exits
         (folder / f"fault{rank}").write_bytes(pickle.dumps(fault_of(error)))
     sys.stderr.flush()
@@ -175,7 +173,7 @@ def _child(
 
 
 def _leave() -> None:
-    """Threads that an engine left behind shall not hold its process up."""
+    """Ends the process although an engine has left threads behind."""
     threading.main_thread().join()
     os._exit(0)
 
@@ -183,7 +181,7 @@ def _leave() -> None:
 # The cases of an engine
 
 VARIATIONS = tuple((count, dtype) for dtype in (torch.float64, torch.float32) for count in (4, 6))
-"""Micro-batches and precision, in which every case is asked."""
+"""Numbers of micro-batches and precisions in which every case runs."""
 PLACES = {"one process": 1, "two processes": 2}
 
 
@@ -201,7 +199,7 @@ class Row:
 
 
 def faults(rows: Sequence[Row]) -> list[Row]:
-    """Rows that are wrong, the engine's errors first. An engine that can do nothing at all is wrong, too."""
+    """Rows that are wrong, errors before wrong values. An engine that can do nothing at all is wrong, too."""
     bad = [row for verdict in (BROKEN, FAILED) for row in rows if row.verdict == verdict]
     if not bad and not any(row.verdict == OK for row in rows):
         return [row for row in rows if row.verdict == CANNOT][:1]
@@ -209,8 +207,8 @@ def faults(rows: Sequence[Row]) -> list[Row]:
 
 
 def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = ()) -> list[Row]:
-    """Rows of the cases of these names in a place, by default of all; the first cases always run. ValueError
-    where the name leads to no engine.
+    """Runs the `wanted` cases in a place, by default all; the first cases always run. Raises ValueError where
+    `name` is no engine.
     """
     resolve(name)
     chosen = [
@@ -227,7 +225,7 @@ def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = 
         rows += ended
         if fault is None:
             break
-        at = min(map(len, told))  # the group that not all processes have ended
+        at = min(map(len, told))  # the first group that some process has not finished
         rows.append(_row(place, chosen[min(at, len(chosen) - 1)][0], _raised(fault)))
         if not are_right(rows):
             break
@@ -236,12 +234,12 @@ def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = 
 
 
 def are_right(rows: Sequence[Row]) -> bool:
-    """Whether the first cases are, of which these are the rows or the first ones."""
+    """Whether the first cases passed; `rows` begins with theirs."""
     return all(row.verdict == OK for row in rows[: len(BASE)])
 
 
 def settled(rows: list[Row]) -> list[Row]:
-    """The rows, and those of the cases that were not asked as the first ones are wrong."""
+    """The rows, with "not tried" for all further cases if the first ones failed."""
     if are_right(rows) or rows[0].verdict == CANNOT:
         return rows
     untried = UNTRIED, "the first steps are wrong"
@@ -259,7 +257,7 @@ def _raised(fault: Fault) -> Said:
 def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
     """For each case, the worst row of any process; its text names the process if not all say the same."""
     joined = []
-    for rows in zip(*by_rank, strict=False):  # one without `step` says no more
+    for rows in zip(*by_rank, strict=False):  # an engine without `step` has fewer rows
         bad = [rank for rank, row in enumerate(rows) if row.verdict != OK]
         if bad and len({row.text for row in rows}) > 1:
             said = rows[bad[0]]
@@ -270,12 +268,12 @@ def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def trial(tell: Tell, name: str, place: str, chosen: Sequence[tuple[Case, ...]]) -> list[list[Row]]:
-    """Runs in each process: tells the rows of each of these groups of cases, and returns all of them."""
+    """Runs in each process: reports the rows of each group of cases, and returns all of them."""
     told: list[list[Row]] = []
     for group in chosen:
         told.append(examine(name, group, place))
         tell(told[-1])
-        if group == BASE and not all(_of_all(are_right(told[-1]))):  # one alone would wait for the others
+        if group == BASE and not all(_of_all(are_right(told[-1]))):  # all stop, or one waits for ever
             break
     return told
 
@@ -288,7 +286,7 @@ def _of_all(found: T) -> list[T]:
 
 
 def built(name: str, setup: Setup) -> Engine | str:
-    """The engine, or the first reason that any process has why it can't do this: then all leave it."""
+    """The engine, or the reason why some process can't build it; then no process uses it."""
     engine, reason = None, ""
     try:
         engine = build(name, setup)
@@ -299,8 +297,8 @@ def built(name: str, setup: Setup) -> Engine | str:
 
 
 def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = False) -> list[Row]:
-    """All findings of a group of cases in this process, the worst of all variations. Over processes what an
-    engine raises is raised, as the others may wait for this one; with `raises`, also in one.
+    """The worst row of each case of a group over all variations, in this process. An engine's error is raised
+    over processes, because others may wait for this one, and with `raises` in one process, too.
     """
     worst: dict[str, Row] = {}
     for count, dtype in VARIATIONS:
@@ -319,7 +317,7 @@ def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = Fa
 
 
 _SEVERITY = (BROKEN, FAILED, UNTRIED, OK, CANNOT)
-"""What is refused in one variation is no mistake, and asked in the others."""
+"""Verdicts from the worst on. A refusal in one variation comes last: the others are asked as well."""
 
 
 def _examine(

@@ -1,11 +1,10 @@
-"""What is measured of this project, by exact numbers and by the clock.
+"""What the guard measures of this project: exact counters, and the time of training steps.
 
-The counters are equal on every machine, so any change is somebody's. Such a number may not get better
-unnoticed: an unexplained win is as often something that was forgotten as something that was gained.
+Counters are equal on every machine, so only a change of the code changes them. One that gets better fails the
+guard as well: an unexplained gain may be work that the engine forgot to do.
 
-What is timed are training steps. The guard's processes load this file as anybody's file of benchmarks
-(docs/guard.md), and build what comes from the revision under test. So nothing of the project is imported
-above.
+The guard's processes load this file like any file of benchmarks (docs/guard.md) and time the revision under
+test, so functions import the project, and this module does not.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ def build_tiny_layers() -> Step:
 def build_two_processes() -> Step:
     """a small Transformer, 2 stages in 2 processes: transport and waiting too"""
     folder = tempfile.mkdtemp()
-    other = subprocess.Popen(  # leaves with this process: its input ends
+    other = subprocess.Popen(  # it ends when this process does, because its input ends
         [sys.executable, "-P", __file__, folder], stdin=subprocess.PIPE, stdout=sys.stderr, bufsize=0
     )
     assert other.stdin is not None
     told = other.stdin
-    told.write(b"step\n")  # while the first is counted
+    told.write(b"step\n")  # the first step, in which `_training` counts forwards
     step = _one_of_two(folder, 0)
 
     def both() -> Any:
@@ -98,8 +97,8 @@ def _one_of_two(folder: str, rank: int) -> Step:
 
 
 def _training(layers: Any, batch: list[Any], *, forwards: int, remat: str = "always", **options: Any) -> Step:
-    """A training step, in the first of which each layer must run forward so often, recomputations included:
-    one that forgets micro-batches or recomputations is not timed.
+    """A function that takes a training step. In a first step each layer must run `forwards` times,
+    recomputations included: an engine that forgets micro-batches or recomputations is not timed.
     """
     from gpipe_bench.pipeline import Pipeline
 
@@ -127,7 +126,7 @@ def _training(layers: Any, batch: list[Any], *, forwards: int, remat: str = "alw
 
 
 def _second_process(folder: str) -> None:
-    """Takes a step for each line that comes, on another core than the first process if there is one."""
+    """Takes a step for each line of its input, on another core than the first process if it can."""
     if hasattr(os, "sched_setaffinity"):
         first = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
@@ -155,7 +154,7 @@ MODEL_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A step whose numbers are kept."""
+    """A training step whose counters the file keeps."""
 
     model: str
     schedule: str
@@ -181,12 +180,12 @@ CASES = (
 
 
 def content() -> dict[str, Any]:
-    """All that is committed: the numbers of every case, and the names of the benchmarks that are timed."""
+    """The content of results/guard/counters.json: counters of every case, names of timed benchmarks."""
     return {"benchmarks": sorted(BENCHMARKS), "counters": {str(case): counters(case) for case in CASES}}
 
 
 def counters(case: Case) -> dict[str, Any]:
-    """The numbers of one case."""
+    """The counters of one case."""
     from gpipe_bench.pipeline.plan.named import SCHEDULES
 
     schedule = SCHEDULES[case.schedule](case.num_stages, case.num_microbatches, case.remat)
@@ -267,8 +266,8 @@ def _each(numbers: Iterable[int]) -> str:
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """One line for everything in which the content found differs from the file's; none where it is equal. No
-    case and no benchmark that is timed vanishes unnoticed.
+    """A line for each counter that differs from the file's. A case or benchmark that is missing, or is new,
+    is a difference.
     """
 
     def lines(content: Mapping[str, Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""One guard run: every benchmark is measured, and once more in fresh processes where its result asks for it:
-two processes of the same code may differ for as long as they live, by where their memory happened to lie.
-What came of it is told as a table with a line for each run, and in a sentence for each benchmark.
+"""One run of the guard: measures every benchmark, and measures it again in fresh processes where its result
+has to be confirmed: two processes of the same code may differ for as long as they live, by their memory's
+layout. The results are a table with a line for each run, and a sentence for each benchmark.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from gpipe_bench.harness.rounds import (
 from .arms import Arm, Built, Command, CommandArm, Subject, WorkerError, arms_of, check_numbers
 
 BUDGET_S = 150.0  # for all that is timed, so that a whole run stays within three minutes
-FIRST_SHARE = 0.6  # of the time for the first runs of all benchmarks: unconfirmed, a regression fails nothing
-AGAIN_S = 20.0  # a second run is not begun with less than this, which starting processes takes half of
+FIRST_SHARE = 0.6  # of the budget for the first run of each benchmark; the rest is for runs that confirm
+AGAIN_S = 20.0  # a further run needs at least this much time; half of it goes into starting processes
 CALIBRATION_SAMPLES = 4
 
 HEADERS = (
@@ -63,10 +63,10 @@ class Finding:
     benchmark: str
     runs: list[Judgement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    command: Command | None = None  # whose number it is; else seconds of a step
+    command: Command | None = None  # what prints the number; None: steps are timed
     is_counted: bool = False  # exact counters say that both revisions do the same work
-    lacking: str = ""  # what the base has not: it is new, and not timed
-    failed: str = ""  # what a revision did instead of running it
+    lacking: str = ""  # what the base lacks; the benchmark is new then, and not timed
+    failed: str = ""  # how a revision failed to run it
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -84,13 +84,13 @@ class Finding:
 
     @property
     def is_told(self) -> bool:
-        """Whether this run says anything of it, good or bad."""
+        """Whether the benchmark passes: it is new, or its last run says `same` or `improved`."""
         if self.lacking or self.by_processor_time == "same":
             return not self.failed
         return bool(self.runs) and not self.failed and self.verdicts[-1] in ("same", "improved")
 
     def level(self, value: float) -> str:
-        """Text of a run's base or head, in its unit."""
+        """The value of a base or head as text, in ms or in the command's own unit."""
         if self.command is None:
             return f"{1e3 * value:.2f} ms"
         return f"{1 / value if self.command.higher_is_better else value:.6g}"
@@ -151,8 +151,9 @@ def guard(
     budget_s: float = BUDGET_S,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Finding]:
-    """Compares the subject's folder with the tree `base`; a command's control is run in a tree of its own.
-    `is_counted`: exact counters are equal. What can't be run has failed, or is new if only the base lacks it.
+    """Compares the subject's folder with the checkout `base`; `control` is a second checkout for a command.
+    `is_counted` says that exact counters are equal. A benchmark that can't run has failed, or is new if only
+    the base lacks it.
     """
     begun_s = time.monotonic()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
@@ -166,7 +167,7 @@ def guard(
             break
         with arms_of(subject, base, control) as arms:
             for index, finding in enumerate(pending):
-                # Of what is left each gets its share, so that a busy machine starves none.
+                # Benchmarks share the time left evenly, so that all get some on a busy machine.
                 now_s, until_s = time.monotonic(), deadline_s if finding.runs else first_deadline_s
                 end_s = now_s + (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
@@ -195,10 +196,10 @@ def measure(
     sample_s: float = SAMPLE_S,
     deadline_s: float = math.inf,
 ) -> Judgement:
-    """One run of one benchmark, of whose samples each is as many steps as the base needs to fill `sample_s`.
+    """Measures a benchmark once. A sample is as many steps as take the base `sample_s`.
 
-    Raises WorkerError where a revision can't run it, which `lacks` it if that is the base; ValueError where
-    something compiled is timed that nobody has built for both.
+    Raises WorkerError where a revision can't run the benchmark (`lacks`: the base does not have it), and
+    ValueError where a compiled module would be timed that `--build` has not built.
     """
     name = finding.benchmark
     built: dict[str, Built] = {}
@@ -226,8 +227,8 @@ def measure(
 def measure_command(
     arms: Mapping[str, CommandArm], finding: Finding, seed: str, *, deadline_s: float = math.inf
 ) -> Judgement:
-    """One run of a command's benchmark, whose samples are single runs of it. Raises ValueError where one
-    fails.
+    """Measures a command once. A sample is one run of the command. Raises ValueError where its number
+    can't be used.
     """
     first = {name: [arm.sample().wall_s] for name, arm in arms.items()}  # files and caches are there then
     check_numbers(first, arms["base"].command)

@@ -62,7 +62,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """An entry for both sentences, the statistics with the range over their channels, and for each size."""
+    """A result for each of the two sentences, for each size, and those of the stride control."""
     found = [
         Result(
             table=SENTENCES, row=metric.name, column=str(metric.key["column"]), metric=metric, record=record,
@@ -82,8 +82,8 @@ def cells(records: Sequence[Record]) -> list[Result]:
 # Two sentences about what GPipe takes and keeps, put to the engine on small networks. "Any network that can
 # be expressed as a sequence of layers": every network of the zoo trains a few steps on several stages, and
 # its weights are compared with those of one stage, bit by bit. "The moving average of the sufficient
-# statistics using the entire mini-batch": what a batch normalization has kept after a step in micro-batches,
-# over what the same layer keeps that sees the mini-batch whole.
+# statistics using the entire mini-batch": running statistics of a batch normalization after a step in
+# micro-batches are divided by those of the same layer after the whole mini-batch.
 
 _AMOEBANET = {"num_layers": 3, "num_filters": 16, "num_classes": 10, "image_size": 32, "aux_head": False}
 _TEXT = {"d_model": 32, "num_heads": 2, "vocab_size": 100, "seq_len": 16}
@@ -103,8 +103,8 @@ NUM_MICROBATCHES, EXAMPLES, NUM_STEPS = 4, 8, 3
 
 
 def networks() -> Metric:
-    """The share of the networks whose weights are the same with every number of stages: in every bit, and to
-    rounding where layers share a weight, whose gradients each owner adds up first.
+    """The share of the networks whose weights are the same with every number of stages: in every bit, but to
+    rounding where stages share a weight, as each stage sums its own gradients first.
     """
     from gpipe_bench.models import MODELS
     from gpipe_bench.pipeline.memory.workers import shared_weights

@@ -29,7 +29,7 @@ SECONDS = {"images": 32.0, "text": 13.0}  # of a training while another one runs
 
 
 def cases(options: RunOptions) -> list[Case]:
-    """The protocol's runs and what is beside them; of a smoke test, which judges nothing, the first of each.
+    """Runs of the protocol, and those of an asynchronous pipeline; a smoke run takes the first of each kind.
 
     Raises ValueError for data that is missing or can't be trained on, before anything is run.
     """
@@ -56,7 +56,7 @@ def _training_cases(model: str, options: RunOptions) -> list[Case]:
             "seed": seed, "initial_seed": plan.initial[run], "processes": processes,
             "protocol": protocol.digest,
         }  # fmt: skip
-        in_turn = part in ("same seed", "micro-batches")  # they are compared with one training
+        in_turn = part in ("same seed", "micro-batches")  # all are compared with one reference
         return Case(key, _seconds(model, options), group=f"{model}, one seed" if in_turn else "")
 
     sequential = plan.sequential[:2] if smoke else plan.sequential
@@ -81,7 +81,7 @@ def _seconds(model: str, options: RunOptions) -> float:
 
 
 def _asynchronous_cases(model: str, options: RunOptions) -> list[Case]:
-    """Cases at the recipe's rate, and at it over K, where one stage shows the slower rate's effect alone."""
+    """Cases at the recipe's rate and at 1/K of it; one stage shows what the lower rate alone does."""
     smoke, protocol = options.profile == "smoke", load_protocol()
     if smoke and model == "images":
         return []
@@ -99,7 +99,7 @@ def _asynchronous_cases(model: str, options: RunOptions) -> list[Case]:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    """Trains, and sets what comes out against its reference."""
+    """Trains, and compares the weights with those of a reference where the case has one."""
     import torch
 
     from .consistency_tasks import task_of
@@ -119,7 +119,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 Result = tuple["Trained", list[Metric], dict[str, Any]]
-"""A training, its numbers beside the score, and its own facts."""
+"""A training, its metrics besides the score, and its details."""
 
 
 def _run_training(key: dict[str, Any], subject: Subject, task: Task, options: RunOptions) -> Result:

@@ -31,16 +31,16 @@ class ImageRecipe:
 
     Args:
         stem_filters: None: the reference's 32, which would be most of a small model.
-        learning_rate_per_example: times the mini-batch is the rate that the warm-up reaches.
-        decay_per_epoch: factor of the rate, as a staircase counted from the first step, down to
-            `lowest_rate` of the initial one. The warm-up, linear from 0, replaces it while it lasts.
-        epsilon: inside the root (see `RMSPropTF`).
+        learning_rate_per_example: the rate after the warm-up is this times `batch_size`.
+        decay_per_epoch: factor of the rate after each epoch, down to `lowest_rate` of the first rate. During
+            the warm-up the rate grows linearly from 0 instead.
+        epsilon: what RMSProp adds inside the square root, as TensorFlow's does.
         weight_decay: L2, of convolution and dense weights only.
         average_decay: of the moving average of the weights.
         augment: random box crops and horizontal flips; digits must not be flipped.
-        required_accuracy: held-out share right that trainings must reach, in the mean, to count as learned;
+        required_accuracy: held-out accuracy that the mean of the trainings must reach to count as learned;
             0: ten points more than always naming the commonest class.
-        floor_accuracy: the share that a single one may not miss; 0: the required one.
+        floor_accuracy: held-out accuracy that each training must reach; 0: `required_accuracy`.
     """
 
     num_layers: int
@@ -95,9 +95,9 @@ class TextRecipe:
 
     Args:
         vocab_size: pieces of the tokenizer, trained on the training text.
-        learning_rate: times the transformer schedule, d^-0.5 min(step^-0.5, step * warmup_steps^-1.5), with
-            steps counted from 1.
-        required_ratio: held-out perplexity over that of the unigram model that must be undercut.
+        learning_rate: factor of the Transformer's schedule, d^-0.5 min(step^-0.5, step * warmup_steps^-1.5);
+            steps count from 1.
+        required_ratio: held-out perplexity over the unigram model's must be below this to count as learned.
     """
 
     num_layers: int
@@ -131,12 +131,12 @@ TOPICS = TextRecipe(
 """Scaled down to seconds on a laptop, in every profile."""
 
 SMALL_SAMPLE = 1797
-"""Images taken of the user's own in the scaled-down profiles: as many as there are digits."""
+"""How many of the user's images the scaled-down profiles take: as many as there are digits."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Description of a training, in a form that travels to another process, which loads the data."""
+    """What is trained on which data. It can be pickled: another process loads the data itself."""
 
     model: str
     recipe: ImageRecipe | TextRecipe
@@ -178,9 +178,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Seeds of the runs of one model.
 
     Args:
-        sequential: of the sequential runs
-        initial: of the initial weights: run number i, sequential or of any K, begins with those of number i
-        stages: of the runs of each number of stages K
+        sequential: seeds of the sequential runs
+        initial: seeds of the initial weights: run i begins with number i, whatever K is
+        stages: seeds of the runs with K stages, by K
     """
 
     sequential: tuple[int, ...]
@@ -194,14 +194,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Protocol(msgspec.Struct, frozen=True):
-    """The whole file.
+    """The content of results/consistency-protocol.toml.
 
     Args:
         margin: distance in standard deviations of the sequential runs up to which accuracies are the same
-        alpha: of each of the two one-sided tests; the interval that must lie inside the margin has the
+        alpha: level of each of the two one-sided tests; the interval that must lie inside the margin has the
             confidence 1 - 2 alpha
-        split_seed: of the choice of held-out examples
-        plans: by model
+        split_seed: seed of the choice of held-out examples
+        plans: the plan of each model
     """
 
     margin: float
@@ -212,13 +212,13 @@ class Protocol(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """The beginning of `sha256`, as records' keys and the pages have it."""
+        """The beginning of `sha256`, which records and pages show."""
         return self.sha256[:12]
 
 
 @cache
 def load_protocol(path: Path = PATH) -> Protocol:
-    """The file. That its seeds are those of its rule, new and all different, is tested."""
+    """Reads the file. A test checks that its seeds follow its rule and are all different."""
     content = path.read_bytes()
     found = tomllib.loads(content.decode())
     known = found["judged"] | {"split_seed": found["draw"]["split_seed"]}

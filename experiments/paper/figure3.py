@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-NUM_MICROBATCHES = 16  # v1 Table 1; the figure's own is not stated
-TIMED_MICROBATCHES = 4  # that really run
+NUM_MICROBATCHES = 16  # of v1's Table 1; v1 does not state Figure 3's
+TIMED_MICROBATCHES = 4  # of the steps that run; their actions are laid out as NUM_MICROBATCHES
 STAGES = (1, 2, 4, 8)
 BASELINES = {"resnet101": 1, "amoebanet": 2}
 """k of the naive-k that a model's speeds are divided by."""
-ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
+ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # each in order and in reverse: two samples
 ESTIMATE_S = {"smoke": 10.0, "short": 80.0, "full": 120.0}
 REAL_MICROBATCHES = (1, 2, 4)
 REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
@@ -73,7 +73,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def configurations(name: str, batch_size: int, stages: Sequence[int], real: int) -> tuple[Configuration, ...]:
-    """The baseline first, to which all others are relative. `real` is the number of devices at hand."""
+    """The naive split first, then the pipelines. `real` is the number of devices of this machine."""
     base, count = BASELINES[name], TIMED_MICROBATCHES
     of = partial(Configuration, num_microbatches=count, batch_size=count * max(1, batch_size // 2))
     return (
@@ -87,7 +87,7 @@ def configurations(name: str, batch_size: int, stages: Sequence[int], real: int)
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """Ours beside each bar, and the sentence that no bar answers: a quarter more time for recomputation."""
+    """A result for each bar, and for the text's sentence that recomputation takes a quarter more time."""
     found: list[Result] = []
     for record in evidence.by_model(evidence.of_steps(records), VERSION1).values():
         of = {

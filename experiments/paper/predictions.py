@@ -1,11 +1,11 @@
 """Predictions tested on numbers they were not made for: torchgpipe's, whose settings are all published.
 
-What predicts the paper's tables predicts, unchanged, its speeds on P40s and its memory (settings:
+The code that predicts the paper's tables predicts torchgpipe's published speeds on P40s and memory (settings:
 results/torchgpipe.csv), and the size of a model that the paper quotes. Half a minute on any machine:
 
     python -m experiments run predictions
 
-Expected: speeds hang on the share of its peak that a GPU reaches, which is unknown; ratios of speeds less so.
+Expected: ratios of speeds come closer than speeds, for which the share of its peak that a GPU reaches counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gpipe_bench.pipeline.plan.partition import Partition
 
 PATH = PUBLISHED / "torchgpipe.csv"
 LIKE = "table3-amoebanet"
-"""Table whose share of the peak and link are used: those of GPUs without a fast link, too."""
+"""Declared table whose share of peak and link are used: its GPUs have no fast link either."""
 _RESNET = {"num_classes": 1000, "image_size": 224}
 _AMOEBANET = {"image_size": 224, "preset": "torchgpipe", "aux_head": False}
 SPEEDS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -56,7 +56,7 @@ NOTES = {
     ),
     "count": "Counted on the zoo's AmoebaNet-C.",
 }
-"""What is said of the numbers of a part; all but the count are torchgpipe's."""
+"""Note beside the results of each part. All but the count are compared with torchgpipe's numbers."""
 OWN_ERROR = "the error was measured on these numbers, as the quotients of ours and theirs scatter"
 DIRECT_SKIPS = (
     "over more than two stages torchgpipe sends a skip directly from the stage that makes it to the one "
@@ -68,13 +68,13 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One of torchgpipe's published runs, of the benchmarks of version 0.0.7.
 
     Args:
-        case: script of a speed, or part of what is predicted of memory
+        case: benchmark script of a speed; "memory" or "activations" for bytes
         table, row, column: of the number in results/paper.csv
         ratio: row of its throughput relative to the first of the table; empty where none is published
         layers, filters: size of the AmoebaNet, or (B, C) of the U-Net, where it is not the script's
         balance: layers of every stage; empty for the model as it is
         batch_size: examples of the mini-batch
-        num_microbatches: as asked for; those there are follow from their size, the next whole number
+        num_microbatches: as asked for; `count` micro-batches of `examples` hold the mini-batch
         remat: which micro-batches are recomputed
     """
 
@@ -97,7 +97,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def count(self) -> int:
-        """Micro-batches of that size."""
+        """Number of micro-batches of `examples`."""
         return -(-self.batch_size // self.examples)
 
     def cut(self, num_layers: int) -> Partition:

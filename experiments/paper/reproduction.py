@@ -2,8 +2,8 @@
 
 Each operation of the full model takes what the accelerator's published peaks allow, and the step is laid out;
 each layer is profiled on fake tensors, and a stage's bytes are added up to their peak (`modelled`). Whatever
-the paper leaves open comes from results/reproduction.toml, and from nowhere else. The appendix says what
-these choices would move: a row for each combination of results/unknowns.toml. No verdict changes.
+the paper leaves open comes from results/reproduction.toml, and from nowhere else. The appendix computes a
+table for every combination of the values in results/unknowns.toml; it changes no verdict.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Numbers = dict[Place, float]
-"""NaN where the paper's own run does not fit; of a sentence about several K the worst."""
+"""Number of each table, row and column: NaN where the run does not fit, the worst of several K."""
 
 Key = TypeVar("Key")
 Rate = TypeVar("Rate", bound=float)
@@ -54,7 +54,7 @@ MOST_EXAMPLES = 1024
 
 
 class Declared:
-    """The choices of a table, with the first of those that have several; `first` takes another."""
+    """The declared settings of one table; of several values the first, unless `first` names another."""
 
     def __init__(self, table: str, **first: Value) -> None:
         self.table = table
@@ -75,7 +75,7 @@ class Declared:
 
 
 def rate(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: str = "always") -> float:
-    """Examples per second; NaN where the rule leaves a stage without a layer."""
+    """Examples per second; NaN where the partition rule leaves a stage without a layer."""
     cut = full.cut(declared["partition_cost"], declared["partition_rule"], k)
     if cut is None:
         return math.nan
@@ -102,7 +102,7 @@ def fits(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: 
 
 
 def table2(model: str, **given: Value) -> Numbers:
-    """Throughput over K and M, K=2 and M=1 is 1. The mini-batch is halved where it does not fit."""
+    """Throughput for each K and M over that of K=2, M=1. A mini-batch that does not fit is halved."""
     table, grid = f"table2-{model}", [(k, m) for m in (1, 4, 32) for k in (2, 4, 8)]
 
     def rates(declared: Declared, full: FullSize) -> dict[tuple[int, int], Fitted]:
@@ -125,20 +125,20 @@ def table2(model: str, **given: Value) -> Numbers:
 
 
 class Fitted(float):
-    """A number, and with which of the declared values the paper's run fits."""
+    """A number; `how` says with which width and mini-batch it was computed."""
 
     how: str = ""
 
 
 def fitted(number: float, how: str) -> Fitted:
-    """The number and the words."""
+    """The number, with `how` set."""
     found = Fitted(number)
     found.how = how
     return found
 
 
 def table3(model: str, **given: Value) -> Numbers:
-    """Throughput over K without a fast link, K=2 is 1; one mini-batch for all."""
+    """Throughput for each K over that of K=2, without a fast link; all K take the same mini-batch."""
     table = f"table3-{model}"
 
     def rates(declared: Declared, full: FullSize) -> dict[int, float]:
@@ -156,7 +156,7 @@ def _first_that_fits(
     experiment: str, model: str, rates: Callable[[Declared, FullSize], Mapping[Key, Rate]],
     given: Mapping[str, Value],
 ) -> Mapping[Key, Rate]:  # fmt: skip
-    """The rates with the first width under which all of them are there, else with the last."""
+    """The rates with the first declared width with which every run fits, else with the last width."""
     table = f"{experiment}-{model}"
     widths = Declared(table).choices["d_model"].value if model == "transformer" else 0
     found: Mapping[Key, Rate] = {}
@@ -175,7 +175,7 @@ def _model(experiment: str, model: str, declared: Declared) -> FullSize:
 
 
 def figure3(model: str, **given: Value) -> Numbers:
-    """Speed over partitions, the naive split is 1. Each column has the fastest of the batches that fit."""
+    """Speed on k partitions over the naive split's, each with the fastest mini-batch that fits."""
     table, row = f"figure3-{model}", "normalized throughput"
     declared = Declared(table, **given)
     full = _model("figure3", model, declared)
@@ -207,7 +207,7 @@ def _fastest(full: FullSize, declared: Declared, k: int, m: int, remat: str) -> 
 
 
 def table4(model: str = "resnet101", **given: Value) -> Numbers:
-    """Shares of the step in per cent, and what the text makes of them: ResNet-101's step of Figure 3."""
+    """Shares of ResNet-101's step (Figure 3) in per cent, and what the paper's text says about them."""
     declared = Declared("breakdown-v5", **given)
     full, m = of_the_paper("figure3", model), int(declared["num_microbatches"])
     shares = {}
@@ -232,8 +232,8 @@ def table4(model: str = "resnet101", **given: Value) -> Numbers:
 
 
 def table1(half: str, **given: Value) -> Numbers:
-    """Peak activation memory of the paper's models in bytes; without `given`, which instead of the declared
-    choices some settings are, also the parameters of the largest models that fit.
+    """Peak activation memory of the paper's models in bytes. `given` replaces declared settings; without it
+    the parameters of the largest models that fit are computed, too.
     """
     table = HALVES[half].table
     declared = Declared(table, **given)
@@ -394,8 +394,8 @@ def sweep(experiment: str, model: str) -> pd.DataFrame:
 
 
 def _moved_most(values: pd.Series[float]) -> str:
-    """The setting that moves the median most: `share_of_peak x1.62`, or from where to where it is moved from
-    nothing.
+    """The setting that moves the median most, and its factor: `share_of_peak x1.62`. Where the smallest
+    median is 0, both ends stand instead of the factor.
     """
     found = {level: values.groupby(level=level).median() for level in values.index.names}
     moves = {level: (each.min(), each.max()) for level, each in found.items() if len(each)}

@@ -1,5 +1,5 @@
-"""What is done with all gradients of a step together: sums of weights that several stages share, clipping,
-scaling, and which optimizers may step by them.
+"""Operations on all gradients of a step: sums over stages that share a weight, clipping and loss scaling; and
+the refusal of optimizers that would need more than one rank's gradients.
 
 The norm is made of one norm per parameter in the model's order, so that every number of stages gives the same
 bits. Where processes have a part of a gradient each, the norms of parts travel once for each dimension of the
@@ -124,7 +124,7 @@ class GradScaler(torch.amp.GradScaler):
         self.pipeline = pipeline
 
     def step(self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
-        """Does what torch's does, on a rank without an optimizer joining the decision."""
+        """Like torch's `step`; a rank without an optimizer joins the decision."""
         if optimizer is not None:
             return super().step(optimizer, *args, **kwargs)
         if self._enabled and not self._per_optimizer_states[id(None)]["found_inf_per_device"]:
@@ -175,7 +175,7 @@ def refuse_optimizers(pipeline: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that has several places in the model."""
+    """A parameter that several layers share."""
 
     parameter: nn.Parameter
     names: tuple[str, ...]  # in the plain model; checkpoints use the first
@@ -293,7 +293,7 @@ class TiedWeights:
         return total
 
     def _of_first(self, collectives: ObjectCollectives, tie: Tie, tensor: Tensor | None) -> Tensor | None:
-        """The tensor of the first owner, on every owner."""
+        """Sends the first owner's tensor to every owner."""
         first, *others = tie.ranks
         if self._ranks.rank != first:
             return collectives.receive_tensor(tie.parameter, first)

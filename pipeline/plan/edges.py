@@ -1,4 +1,4 @@
-"""Edges: what stages send each other, and the buffers that workers receive it in, derived from the schedule.
+"""Edges between stages, and the receive buffers of workers, both derived from the schedule.
 
 Activations go along an edge and gradients back, one message each for a micro-batch. A receive that is posted
 only when its tensor is needed puts the whole transfer on the critical path, and posting everything at once

@@ -2,8 +2,8 @@
 
 The engine executes it, the replay lays it out in time, the memory model walks over it and the drawing prints
 it. It is a tuple of actions per worker, made by a pure function (`named`) or read from a file (`from_csv`);
-what follows from it is derived (`walk`). A worker holds one stage, or several where the schedule has a
-placement. Only the standard library is imported.
+messages and dependencies are derived from it (plan/walk.py). A worker holds one stage, or several where the
+schedule has a placement. Only the standard library is imported.
 
 One notation for an action, everywhere: `2F0` is stage 2, forward, micro-batch 0.
 
@@ -36,7 +36,7 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741  first half of a split backward: gradients of the inputs, awaited by the stage before
     W = "W"  # second half of a split backward: gradients of the weights, which nobody waits for
 
-    __hash__ = str.__hash__  # of enumerations it is slow, and actions are keys everywhere
+    __hash__ = str.__hash__  # an enumeration's own hash is slow, and actions are keys of many dicts
 
 
 _ACTION = re.compile(r"(\d+)([FRBIW])(\d+)", re.ASCII)
@@ -72,12 +72,12 @@ numbers of micro-batches: under 1F1B the first stage K, the last one 1.
 
 
 def recomputes(name: str, microbatch: int, num_microbatches: int) -> bool:
-    """Whether a stage of that name recomputes micro-batch `microbatch` of `num_microbatches`."""
+    """Whether a stage with the remat `name` recomputes micro-batch `microbatch` of `num_microbatches`."""
     return name == "always" or (name == "except_last" and microbatch != num_microbatches - 1)
 
 
 def remat_of(remat: Remat, stage: int) -> str:
-    """The name of one stage."""
+    """The `remat` of one stage."""
     return remat if isinstance(remat, str) else remat[stage]
 
 
@@ -138,7 +138,7 @@ class Schedule:
             object.__setattr__(self, "remat", names[0] if len(set(map(repr, names))) == 1 else names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without what is derived: in another process hashes are others.
+        # Cached results stay behind: they hold hashes, which differ between processes.
         sizes = (self.name, self.num_stages, self.num_microbatches, self.remat)
         return Schedule, (*sizes, self.actions, self.placement)
 
@@ -168,7 +168,7 @@ class Schedule:
         return tuple(stages_of(self.placement, worker))
 
     def receiver(self, action: Action) -> int | None:
-        """The stage to which what the action makes is sent; None where nothing is."""
+        """The stage that receives the action's result; None where none does."""
         if action.kind is Kind.F:
             return action.stage + 1 if action.stage + 1 < self.num_stages else None
         return action.stage - 1 if action.stage and action.kind in (Kind.B, Kind.I) else None
@@ -227,25 +227,25 @@ def stages_of(placement: tuple[int, ...], worker: int) -> list[int]:
 
 
 def ends_of(row: tuple[Action, ...]) -> list[Action]:
-    """The actions with which the stages are done with a micro-batch, W or else B, in the order of the row."""
+    """The action that ends the backward of each stage and micro-batch, in the row's order: W, else B."""
     return _either(row, Kind.W, Kind.B)
 
 
 def _either(row: tuple[Action, ...], rather: Kind, otherwise: Kind) -> list[Action]:
-    """The actions of one kind, and of the other where a micro-batch has none of the first."""
+    """The actions of kind `rather`, and of kind `otherwise` for micro-batches that have none of that."""
     found = {(action.stage, action.microbatch) for action in row if action.kind is rather}
     return [a for a in row if a.kind is (rather if (a.stage, a.microbatch) in found else otherwise)]
 
 
 def most_alive_of(row: tuple[Action, ...]) -> int:
-    """Graphs that a worker holds at a time, of a stage and a micro-batch each: from F, or from R where the
-    micro-batch is recomputed, to the end of the backward.
+    """Largest number of graphs that a worker holds at a time. A stage's graph of a micro-batch lives from F,
+    or from R where the micro-batch is recomputed, to the end of its backward.
     """
     return _most(_either(row, Kind.R, Kind.F), row)
 
 
 def _most(begins: Collection[Action], row: tuple[Action, ...]) -> int:
-    """Largest number of micro-batches between one of these begins and its end (`ends_of`)."""
+    """Largest number of micro-batches between their action in `begins` and the end of their backward."""
     begins, ends = set(begins), set(ends_of(row))
     return max(accumulate([(action in begins) - (action in ends) for action in row]), default=0)
 
@@ -303,8 +303,9 @@ def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
 
 @derived
 def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The schedule for a step of fewer micro-batches: without the actions of those that are not there. One of
-    these is the last, which "except_last" keeps, so all others are recomputed.
+    """The schedule for a step of fewer micro-batches, which leaves out the actions of the others.
+    "except_last" turns into "always": the last micro-batch, which it does not recompute, is among those left
+    out.
     """
     names = [remat_of(schedule.remat, stage) for stage in range(schedule.num_stages)]
     remat = ["never" if name == "never" else "always" for name in names]
@@ -381,7 +382,7 @@ def _check_numbers(what: str, found: Collection[int]) -> None:
 
 
 def _actions(cell: str) -> list[Action]:
-    """Returns the actions that a cell holds: none, one, or the parts of a pair."""
+    """The actions of a cell: none, one, or the parts of a pair."""
     cell = cell.strip()
     if not cell or _LOWERED.fullmatch(cell):
         return []

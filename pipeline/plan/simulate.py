@@ -1,4 +1,4 @@
-"""A schedule laid out in time from the durations of its actions, without running it.
+"""Replays a schedule: lays it out in time from the durations of its actions, without running it.
 
 A discrete-event simulation, in the order of time: whenever an action ends, its message enters the link, and
 the stages that waited for either go on.
@@ -204,7 +204,7 @@ class _Simulation:
         return self.channels[ends]
 
     def run(self) -> Timeline:
-        """`ValueError` where an action cannot start or takes no time that can be."""
+        """Raises `ValueError` where an action cannot start, or its duration is negative or not finite."""
         for worker in range(len(self.events)):
             self._go_on(worker)
         while self.heap:
@@ -253,7 +253,7 @@ class _Simulation:
         heappush(self.heap, (end_s, worker))
 
     def _hand_over(self, worker: int, event: Event) -> None:
-        """The action has ended: its message enters its link as soon as this is free."""
+        """Called when an action ends: its message enters the link as soon as the link is free."""
         action, start_s, end_s = event
         self.walk.finish(action)
         # The stage's buckets have left inside its last backward: one by one, as each was there.

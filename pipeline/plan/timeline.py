@@ -1,7 +1,7 @@
-"""What happened when: the common result of running a schedule and of replaying one.
+"""The timeline of a step: the common result of running a schedule and of replaying one.
 
-Both end in the same plain data, comparable action by action: one event per action, in seconds from the start
-of the step. Makespan and bubble are read off it. Only the standard library is imported.
+It is plain data that can be compared action by action: one event per action, in seconds from the start of the
+step. Makespan and bubble are computed from it. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Timeline:
 
 def draw(timeline: Timeline) -> str:
     """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots, with
-    dots where they are idle; where a worker holds several stages, a slot names the stage too, as in `2F0`::
+    dots where they are idle; where a worker holds several stages, a slot names the stage too, as in `2F0`:
 
         stage 0 | F0 F1 .  .  B1 B1 B0 B0
         stage 1 | .  F0 F1 B1 B1 B0 B0

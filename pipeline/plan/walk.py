@@ -1,5 +1,5 @@
-"""What follows from a schedule's rows: who sends what to whom, what waits for what, in which order one
-process takes all actions, and whether they can run at all. Only the standard library is imported.
+"""Derives from a schedule's rows its messages, the dependencies of actions, the order in which one process
+takes all actions, and whether they can run at all. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
 
 @derived
 def receivers(schedule: Schedule) -> dict[Action, Action]:
-    """The action that needs what another one sends, by that."""
+    """The receiving action of each sending action."""
     return {message.source: message.target for message in transfers(schedule)}
 
 
@@ -102,7 +102,7 @@ class Walk:
         """The action that each worker takes next, whether it can yet or not; None behind its last."""
 
     def is_ready(self, worker: int) -> bool:
-        """Whether `worker` has an action left, and all that it needs is done."""
+        """Whether `worker` has an action left whose dependencies are done."""
         action = self.next[worker]
         return action is not None and self._done.issuperset(self._needs[action])
 

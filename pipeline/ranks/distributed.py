@@ -1,8 +1,8 @@
-"""How tensors move between processes: point-to-point, one process per worker, along the edges of its stages.
+"""The transport between processes: point-to-point, one process per worker, along the edges of its stages.
 
-Receives are posted ahead and sends are not waited for until later messages that take memory have left by the
-same way (`ends`). What a rank sends to itself stays where it is. Which shapes travel the ranks learn from the
-first real micro-batch: the model is never run on made-up data, which would move its batch-normalization
+Receives are posted ahead. A send is waited for only when later messages that take memory have left on the
+same edge (`ends`). What a rank sends to itself stays where it is. Which shapes travel the ranks learn from
+the first real micro-batch: the model is never run on made-up data, which would move its batch-normalization
 averages and need memory of its own. The first rank numbers the kinds of steps it meets (shapes, dtypes,
 training or not) and tells the number before each step, so the other ranks need not see the batch.
 """
@@ -99,7 +99,7 @@ class PointToPoint:
         self._take_ends(schedule)
 
     def _take_ends(self, schedule: Schedule) -> None:
-        """Makes this rank's ends of all edges, as the schedule needs them."""
+        """Makes this rank's ends of all edges of the schedule."""
         self._schedule = schedule
         backward = (Kind.B, Kind.I)
         self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in backward}
@@ -174,7 +174,7 @@ class PointToPoint:
         return found
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
-        """Hands an output to the stage where the edge ends."""
+        """Sends an output to the stage at the edge's end."""
         direction = edge.source, False
         sender = self._senders.get(direction)
         if sender is None:
@@ -207,7 +207,7 @@ class PointToPoint:
             self._go_on()
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
-        """Returns the message of the stage where the edge begins."""
+        """Receives the message of the stage at the edge's start."""
         direction = edge.source, False
         receiver = self._receivers.get(direction)
         if receiver is None:
@@ -228,7 +228,7 @@ class PointToPoint:
         return Message(tensors, spec.structure, spec.needs_grad, spec.aliases)
 
     def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
-        """Hands the gradients of what came along an edge to the stage where it begins."""
+        """Sends the gradients of a received message to the stage at the edge's start."""
         direction = edge.source, True
         sender = self._senders.get(direction)
         if sender is None:
@@ -249,7 +249,7 @@ class PointToPoint:
             self._go_on()
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
-        """The gradients of what was sent along an edge."""
+        """Receives the gradients of a sent message."""
         direction = edge.source, True
         receiver = self._receivers.get(direction)
         if receiver is None:
@@ -355,7 +355,7 @@ class PointToPoint:
             yield self._detector.object_collectives()
 
     def is_let_down(self, error: BaseException) -> bool:
-        """Whether an error says that another rank is missing."""
+        """Whether an error means that another rank is missing."""
         return self._detector.peer_error(error) is not None
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
@@ -365,7 +365,7 @@ class PointToPoint:
 def gather_timeline(
     collectives: ObjectCollectives, clock: Clock, device: torch.device, schedule: Schedule
 ) -> Timeline:
-    """The latest step of all ranks on one time axis: the clocks of hosts are as equal as these keep them."""
+    """The latest step of all ranks on one time axis; the clocks of hosts are used as they are."""
     # Actions are timed by a clock that never goes back; where it stands on the one that tells the time.
     offset_ns = time.time_ns() - time.perf_counter_ns()
     mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions())

@@ -1,4 +1,4 @@
-"""The ends of a direction of an edge: how many messages are on their way, and into which memory they come.
+"""The two ends of an edge's direction: how many messages are on their way, and the memory that receives them.
 
 A send that nobody waits for keeps its tensors alive, and one that is waited for at once makes its stage as
 slow as the receiver; between the two is a short queue. Receives are posted in the order of need, as many as
@@ -35,7 +35,7 @@ from .wire import Buffer, Connection, TensorSpec, Transit, flat
 
 
 class MessageSpec(NamedTuple):
-    """A message without its data; of gradients, `tensors` holds None where none comes back."""
+    """A message without its data. For gradients, `tensors` holds None where there is no gradient."""
 
     tensors: tuple[TensorSpec | None, ...]
     structure: Structure = None
@@ -68,7 +68,7 @@ class _Sending(NamedTuple):
 
 
 class Sender:
-    """The end from which messages leave for rank `target`."""
+    """The sending end of messages to rank `target`."""
 
     def __init__(self, connection: Connection, target: int) -> None:
         self._connection, self.target = connection, target
@@ -87,7 +87,7 @@ class Sender:
             self.finish(len(queue) - 1)
 
     def finish(self, left: int = 0) -> None:
-        """Waits until everything is gone but the latest `left` messages."""
+        """Waits until every message but the latest `left` is gone."""
         while len(self._queue) > left:
             works, _, action = self._queue.popleft()
             for work in works:
@@ -97,7 +97,7 @@ class Sender:
 def conform(
     tensors: Sequence[Tensor | None], spec: MessageSpec, device: torch.device, what: str
 ) -> list[Tensor]:
-    """The tensors as the receiver expects them: as agreed, flat."""
+    """The tensors in the agreed form, flat, as the receiver expects them."""
     if len(tensors) != len(spec.tensors):
         raise changed(
             f"how many tensors make up the {what}, {len(spec.tensors)} before and {len(tensors)} now,"
@@ -122,7 +122,7 @@ def conform(
 
 
 def changed(what: str) -> RuntimeError:
-    """The error for a message that is not what was agreed on."""
+    """The error for a message that differs from the agreed form."""
     return RuntimeError(
         f"{what} changed since the ranks agreed on what travels; call Pipeline.refresh() on every rank "
         "after changing the model, and give every kind of mini-batch shapes, keys or flags of its own"
@@ -199,7 +199,7 @@ class Receiver:
         return True
 
     def take(self, microbatch: int, action: Action) -> tuple[Tensor | None, ...]:
-        """The tensors of a message that `action` sends, when they are there."""
+        """Waits for the message that `action` sends; returns its tensors."""
         if microbatch not in self._posted:  # its spec was not known
             self.queue.post()
         buffers, works = self._posted.pop(microbatch)
@@ -210,7 +210,7 @@ class Receiver:
         return tuple([None if buffer is None else buffer.tensor.detach() for buffer in buffers])
 
     def release(self, microbatch: int) -> None:
-        """The stage is done with the slot of a micro-batch."""
+        """Frees the slot of a micro-batch that the stage no longer needs."""
         following = self._ring.following[microbatch]
         if following is not None:
             self._unposted.append(following)
@@ -299,7 +299,7 @@ class Control:
         self._senders[target].send([frame[:_FRAME_BYTES], frame[_FRAME_BYTES:]], _FRAME_TAG, action)
 
     def receive(self, source: int, key: Hashable, action: Action | None = None) -> Any:
-        """The next that rank `source` tells about `key`."""
+        """Waits for the next frame of rank `source` about `key`."""
         if source not in self._ahead:
             self.expect(source)
         unread, posted = self._unread[source, key], self._posted[source]
@@ -326,7 +326,7 @@ class Control:
         return unread.popleft()
 
     def finish(self) -> None:
-        """Waits until everything that was sent is gone, as it is for others in turn."""
+        """Waits until every frame that was sent has left."""
         for source in self._ahead:
             with suppress(PeerError):  # a rank with no more to send may be gone
                 self._post(source)

@@ -1,4 +1,4 @@
-"""One failure, known to every rank at once.
+"""Spreads one rank's failure to all ranks, so that all raise the same error.
 
 A rank that raises writes the failure into the process group's store, where the first one counts, and then
 closes its connections. A wait on a closed connection fails at once; its rank reads the failure, raises the
@@ -197,7 +197,7 @@ class FailureDetector:
 
     @property
     def is_over(self) -> bool:
-        """Whether all is closed, or, in a process that was forked, its parent's."""
+        """Whether everything is closed, or belongs to the parent of a forked process."""
         return self._is_over or self._process != os.getpid()
 
     # Watching
@@ -214,7 +214,7 @@ class FailureDetector:
         self._stop = watch(lambda: (mine := look()) is None or mine(), _LOOK_S)
 
     def _look(self) -> bool:
-        """Whether there is nothing to look for any more."""
+        """Looks for a failure; returns whether looking may stop."""
         limit_s = self.store.timeout_s
         try:
             failed = self._is_over or self.store.failure(limit_s) is not None
@@ -241,7 +241,7 @@ class FailureDetector:
             connection.cut()
 
     def close(self) -> None:
-        """Ends all connections in good order, once; cuts what is left where a rank has failed elsewhere."""
+        """Closes all connections, once; after a failure of another rank it cuts what is still open."""
         if self.is_over:
             return
         self._stop_watching()
@@ -381,7 +381,7 @@ class Store:
         return self._ask(lambda: store.get("failure") if store.check(["failure"]) else None, limit_s)
 
     def set_failure(self, text: str) -> bytes:
-        """Writes a failure if there is none yet. Returns the one that there is afterwards."""
+        """Writes a failure if there is none yet. Returns the first failure."""
         return self._ask(lambda: self._of_all.compare_set("failure", "", text), ANSWER_S)  # type: ignore[no-any-return]
 
     def exchange(self, what: str, mine: str) -> list[str]:

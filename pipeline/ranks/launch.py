@@ -1,6 +1,6 @@
-"""Starts one process per stage on this host, and says what it is held to: compute threads, a core, and how
-memory comes from the system. On CPUs the stages compete for cores unless told otherwise, and glibc gives
-every large tensor back to the system when it is freed, only to fault its pages in again a moment later.
+"""Starts one process per stage on this host, and sets its limits: compute threads, a core, and how memory is
+allocated. Without limits, stages on CPUs compete for cores, and glibc returns every large tensor to the
+system when it is freed, so that the next one faults its pages in again.
 
 For several hosts, or to start a script, use `torchrun` (docs/running.md); a script calls `start_process`
 itself.

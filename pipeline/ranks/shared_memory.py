@@ -1,4 +1,4 @@
-"""Messages between two processes of one host through memory that both map.
+"""Messages between two processes of one host through shared memory.
 
 gloo serves every message with threads of its own, which on CPUs compete with the stages for their cores, and
 the data travels through the kernel twice. Here the sender copies straight into the buffer that the receiver
@@ -80,7 +80,7 @@ class Neighbour:
         self._pending: deque[tuple[Key, Tensor, Departure]] = deque()  # sent, but not posted over there yet
 
     def introduce(self, other: Neighbour) -> None:
-        """A wait for this neighbour also moves the messages of the `other` along."""
+        """Makes every wait for this neighbour move messages of the `other` one, too."""
         self._others.append(other)
         self._poll.register(other._link, select.POLLIN)
 
@@ -164,7 +164,7 @@ class Neighbour:
     # Moving along
 
     def progress(self) -> None:
-        """Takes in what the other process has written, and delivers what waited for it. Never blocks."""
+        """Reads what the other process has written, and delivers waiting messages. Never blocks."""
         self.flush()
         while self._read():
             pass
@@ -204,7 +204,7 @@ class Neighbour:
         self._link.close()
 
     def _read(self) -> bool:
-        """Takes in some records; False if there is nothing more to read."""
+        """Reads some records; returns False if there are no more."""
         try:
             data, ancillary, _, _ = self._link.recvmsg(_READ_BYTES, socket.CMSG_LEN(16))
         except BlockingIOError:
@@ -287,6 +287,6 @@ class Departure:
     gone: bool = False
 
     def wait(self) -> None:
-        """Until the tensor that was sent may change."""
+        """Waits until the sent tensor may change."""
         if not self.gone:
             self.neighbour.wait_until(lambda: self.gone)

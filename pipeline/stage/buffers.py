@@ -1,4 +1,4 @@
-"""Buffers that a forward changes: a recomputation sees what the forward saw, and leaves what it left.
+"""Buffers that a forward changes: a recomputation gets the values that the forward got, and changes none.
 
 Under re-materialization a layer is called twice for every micro-batch, the second time when later
 micro-batches have moved its buffers on. So before a forward that will be recomputed the buffers are copied,
@@ -69,13 +69,13 @@ class Buffers:
             self._find_modules()
 
     def end(self) -> None:
-        """The step is over: the copies go."""
+        """Drops the copies at the end of a step."""
         self._copies.clear()
         if self._has_looked:
             self._is_new, self.known_empty = False, not self._modules
 
     def forget(self) -> None:
-        """Lets the next step look again for buffers that are new."""
+        """Makes the next step look for new buffers again."""
         self._copies.clear()
         self._states.clear()
         self._is_new, self._has_looked, self.known_empty = True, False, False
@@ -83,7 +83,7 @@ class Buffers:
     # Forward and recomputation
 
     def save(self) -> Saved | None:
-        """Before a forward that will be recomputed. None if there are no buffers."""
+        """Copies the buffers before a forward that will be recomputed. None if there are none."""
         if not self._modules and not self._is_new:
             return None
         self._states = self._now()
@@ -210,7 +210,7 @@ class Statistics:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The modules whose averages are looked after here."""
+        """The batch normalizations whose averages this object updates."""
         return tuple([meter.module for meter in self.meters])
 
     def begin(self) -> None:
@@ -292,7 +292,7 @@ class Statistics:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Drops what the current mini-batch has recorded, as after an error."""
+        """Drops the statistics of the current mini-batch, as after an error."""
         for meter in self.meters:
             meter.count = meter.new_count = 0
         if self.meters:

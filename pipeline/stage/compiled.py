@@ -1,9 +1,9 @@
 """Compiles each layer of a stage on its own with torch.
 
-Not together, because each layer's random stream is set outside its code, and because a cut between any two
+Each by itself, because each layer's random stream is set outside its code, and because a cut between any two
 layers must not change a bit. A layer is compiled whole or not at all, and always in the form that a backward
-needs: a forward and its recomputation are then the same program, which makes them the same numbers. What
-cannot be compiled runs as it is, with a warning; so do inputs of more sizes than torch keeps code for.
+needs: a forward and its recomputation are the same program, so they give the same numbers. What cannot be
+compiled runs as it is, with a warning; so do inputs of more sizes than torch keeps code for.
 
 `signature` tells whether two layers are the same one, so that each is compiled, or profiled, once.
 """
@@ -30,7 +30,7 @@ _MOST_PROGRAMS = 256  # kinds of layers whose code is kept for later pipelines
 
 
 class Compilation(NamedTuple):
-    """What `torch.compile` is told of the layers."""
+    """The arguments of `torch.compile`."""
 
     backend: str = BACKEND
     mode: str | None = None

@@ -1,4 +1,4 @@
-"""Looks, in the first step alone, for what a cut or a recomputation cannot carry, and refuses it there.
+"""Refuses, in the first step, side effects of layers that a cut or a recomputation cannot reproduce.
 
 A recomputation calls the layers of a stage once more. What they leave in attributes, do to parameters or add
 to gradients would happen twice, and what they then find may be another thing than the forward found. In a
@@ -52,13 +52,13 @@ class FirstStep:
             self._shares_target = not taken.isdisjoint(map(_storage, tensors_of(target, "the target")))
 
     def before_forward(self) -> None:
-        """Right before the layers run."""
+        """Called right before the layers run."""
         if self._before is None:
             self._before = [sums([p]) for p in self._trained]
         self._gradients = [State.of(p.grad) for p in self._trained]
 
     def after_forward(self, m: int, outputs: Sequence[Tensor], *, graph: bool) -> None:
-        """Runs right after a forward; `outputs` are those of the stage, or the loss."""
+        """Called right after a forward; `outputs` are those of the stage, or the loss."""
         if self._before and self._before != [sums([p]) for p in self._trained]:
             raise RuntimeError(
                 f"a layer of stage {self._stage} changes a parameter in its forward, which the micro-batches "

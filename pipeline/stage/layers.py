@@ -1,4 +1,4 @@
-"""Runs the layers of a stage so that neither the cuts nor a recomputation show in what they compute.
+"""Runs the layers of a stage so that their results depend neither on the cut nor on recomputation.
 
 A layer draws random numbers, changes the averages of batch normalization and meets autocast's cache of casts
 as a side effect of being called, and a pipeline calls it more often and in another order than the plain model
@@ -86,12 +86,12 @@ class LayerRunner:
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
 
     def release(self) -> None:
-        """Lets go of what belongs to the user: the targets and the loss."""
+        """Drops the user's targets and loss function."""
         self._targets, self._loss_fn = (), None
 
     def run(self, m: int, value: Tree, *, recording: bool) -> Tree:
-        """The layers in order, each with its own random stream; the user's generators are given back
-        untouched.
+        """Runs the layers in order, each with its own random stream, and restores the user's generators
+        afterwards.
         """
         if self._is_compiled:
             value = self._as_in_a_graph(value)
@@ -284,7 +284,7 @@ class Generators:
         return [generator.get_state() for generator in self.all]
 
     def restore(self, states: Iterable[Tensor]) -> None:
-        """Gives the generators back as they were at `save`."""
+        """Restores the states of `save`."""
         for generator, state in zip(self.all, states, strict=True):
             generator.set_state(state)
 

@@ -1,4 +1,4 @@
-"""The two halves of a backward: I computes what the stage before waits for, W what only the optimizer needs.
+"""Splits a backward: I computes the gradients that the stage before waits for, W those of the weights.
 
 I passes through the graph once, and the graph is free afterwards. On the way it catches the gradients at the
 operations whose weights can wait (`KINDS`) and leaves these weights out; W does the products that a whole
@@ -178,7 +178,7 @@ class Waiting:
         self.gradient = gradients[0]
 
     def hold(self) -> None:
-        """I is over: the graph is let go of, and nothing may change what W works on."""
+        """Called when I is over: frees the graph, and guards the tensors that W needs against changes."""
         self.inputs = []
         self.versions = self._versions()
 

@@ -1,4 +1,4 @@
-"""One stage: what it does with a micro-batch, and exactly what it keeps in between.
+"""One stage: how it takes actions on a micro-batch, and what it keeps between them.
 
 `torch.utils.checkpoint` recomputes inside the backward, when the gradient has arrived. Here the graph is a
 value that the stage holds: `recompute` builds it whenever the schedule says so, `backward` consumes it.
@@ -62,10 +62,10 @@ class Reduction:
         """Waits for the other processes; then the optimizer may use `.grad`."""
 
     def evaluated(self) -> None:
-        """A pass of forwards alone is over."""
+        """Called when an evaluation is over."""
 
     def reset(self) -> None:
-        """A step or a pass has failed."""
+        """Called when a step or an evaluation has failed."""
 
 
 class Stage:
@@ -136,7 +136,7 @@ class Stage:
         self._is_new = self.reduction is not None or elsewhere is not None
 
     def follow(self, schedule: Schedule) -> None:
-        """The steps take this schedule from now on."""
+        """Sets the schedule of the next steps."""
         row = schedule.row(self.index)
         self._last = next((a.kind, a.microbatch) for a in reversed(row) if a.kind in (Kind.B, Kind.W))
 

@@ -131,7 +131,7 @@ def test_sizes_are_even_and_complete(batch_size: int, data: st.DataObject) -> No
 
 
 class Maybe(nn.Linear):
-    """A flag decides what needs a gradient."""
+    """The input `detach` decides whether the output `y` needs a gradient."""
 
     def forward(self, tree: dict[str, Any]) -> dict[str, Any]:
         hidden = super().forward(tree["x"])

@@ -1,4 +1,4 @@
-"""Cuts by the step that a schedule makes of them, beside the replay and all cuts."""
+"""Tests `best_cut`: its step time against the replay, and its result against all other cuts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TWICE = ["interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v"]
 def replayed_s(
     schedule: Schedule, times: LayerTimes, cut: Partition, remat: tuple[str, ...], link: Link
 ) -> float:
-    """The step by the replay, which knows no step with recomputation on some stages: there R is a part of the
-    backward that need not wait for the gradient, as a stage's own forward of no length elsewhere.
+    """Step time by the replay. The replay knows no recomputation on some stages alone, so every row gets an R
+    before each backward; it takes no time on stages that recompute nothing.
     """
     count = schedule.num_microbatches
     rows = tuple(
@@ -105,7 +105,7 @@ REMATS = ("never", "except_last", "always", "blocks")
 @settings(max_examples=150)
 @given(st.one_of(cases(SINGLE, 1), cases(TWICE, 2)))
 def test_a_cut_fits_and_takes_what_the_replay_says(case: tuple[Schedule, LayerTimes, Link, object]) -> None:
-    """And with a stage on each worker one is found wherever one fits."""
+    """With one stage on each worker, a cut is found wherever one fits."""
     schedule, times, link, fits = case
     steps = QuickSteps(schedule, [link] * (schedule.num_stages - 1))
     found = best_cut(schedule, times, steps.makespan_s, fits=fits, remats=REMATS, looks=20)  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def test_long_steps_are_what_two_shorter_ones_say(name: str) -> None:
 
 
 def test_halves_that_take_no_time_are_there() -> None:
-    """A cut that takes none was left out, as if its backward could only be taken whole."""
+    """A stage whose I takes 0 seconds was once treated as if its backward could not be split."""
     times = LayerTimes(SizeCosts(layers_s={"F": [1.0], "R": [1.0], "B": [2.0], "I": [0.0], "W": [0.5]}))
     assert times.stage(0, 1, "never").microbatch_s("never") == 1.5
     whole = LayerTimes(SizeCosts(layers_s={"F": [1.0], "R": [1.0], "B": [2.0]}))
@@ -164,7 +164,7 @@ def test_halves_that_take_no_time_are_there() -> None:
 
 
 def test_only_what_must_is_recomputed() -> None:
-    """Under 1F1B the first stage keeps three graphs and the last one: room for two each."""
+    """Under 1F1B the first stage keeps three graphs, the last one; each worker has room for two."""
     times = LayerTimes(SizeCosts(layers_s={"F": [1.0] * 6, "R": [1.5] * 6, "B": [2.0] * 6}))
     lasts = QuickSteps(named("1f1b", 3, 6)).makespan_s
 

@@ -1,4 +1,4 @@
-"""The search over grids, schedules and micro-batches: against all of them, and bytes against the model."""
+"""Tests the planner's search: its step time against all candidates, its bytes against the memory model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_workers_bytes_are_those_of_the_memory_model(name: str, remat: str) ->
 def test_a_tied_weight_takes_what_the_memory_model_says(
     name: str, workers: int, remat: str, optimizer: str, shared: str
 ) -> None:
-    """One weight and one state on a worker, but a gradient of each use, and what another owner sends."""
+    """A worker has the weight and its state once, a gradient per use, and what the other owner sends."""
     request = replace(TWO, accelerators=workers, batch_size=8, optimizer=optimizer)
     search = search_of(request, Space(schedules=(name,)), shared)
     way = next(

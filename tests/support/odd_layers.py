@@ -11,14 +11,14 @@ from gpipe_bench.pipeline import Pipeline
 
 
 class Add(nn.Module):
-    """Of a pair, as behind a portal."""
+    """Adds the two tensors that a portal gives to its layer."""
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         return pair[0] + pair[1]
 
 
 class OverwritesOne(nn.Module):
-    """Of a pair, whose tensors may share memory, the first."""
+    """Changes the first tensor of a pair in place; the two may share memory."""
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         a, b = pair
@@ -38,7 +38,7 @@ class Picky(nn.Module):
 
 
 class Reentrant(nn.Module):
-    """Runs its layer again in the backward, in the way whose graph is another one then."""
+    """Recomputes its layer by torch's reentrant checkpoint, which builds a new graph in the backward."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ WORDS, WIDTH = 7, 4
 
 
 class Mixed(nn.Module):
-    """Uses the embedding's weight a third time, between the other two."""
+    """A layer between the embedding and the output that uses the embedding's weight, too."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Mixed(nn.Module):
 
 
 def tied_model(users: int) -> nn.Sequential:
-    """An embedding, layers, and an output layer that has its weight; a layer between them, too, of three."""
+    """An embedding, layers and an output that share the embedding's weight: 2 or 3 `users` of it."""
     embedding, output = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
     output.weight = embedding.weight
     middle = Mixed(embedding) if users == 3 else nn.Linear(WIDTH, WIDTH)
@@ -83,7 +83,7 @@ def sgd(pipeline: Pipeline) -> torch.optim.Optimizer:
 def train(
     pipeline: Pipeline, optimizer: torch.optim.Optimizer, steps: range, ranks: Ranks | None = None
 ) -> list[Tensor]:
-    """The losses, and the norms of the gradients."""
+    """Trains; returns the loss and the gradients' norm of each step."""
     found = []
     for step in steps:
         batch, target = words(6, step)

@@ -136,7 +136,7 @@ class Finding:
             for run in self.runs
         ]
         for run in runs if self.command else ():
-            run |= {arm: float(self.level(run.pop(f"{arm}_s"))) for arm in ("base", "head")}
+            run |= {f"{arm}_number": float(self.level(run.pop(f"{arm}_s"))) for arm in ("base", "head")}
         return {
             "benchmark": self.benchmark, "confirmed": self.confirmed, "new": bool(self.lacking),
             "failed": self.failed, "notes": self.notes, "runs": runs,

@@ -158,8 +158,8 @@ def parser(called: Container[str] = VERBS) -> argparse.ArgumentParser:
     name = program()
     found = _Parser(
         prog=name,
-        epilog="exit status: 0 done, 1 a verdict or the guard failed where asked to assert, 2 bad usage, 3 a "
-        "case failed, 74 output could not be written, 130 and 143 ended by SIGINT and SIGTERM",
+        epilog="exit status: 0 done, 1 a verdict (--assert), guard, engine, schedule or machine failed, 2 "
+        "bad usage, 3 a case failed, 74 output could not be written, 130 and 143 ended by SIGINT and SIGTERM",
         allow_abbrev=False,
     )
     found.add_argument("--version", action="version", version=f"gpipe-bench {gpipe_bench.__version__}")

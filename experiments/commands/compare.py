@@ -38,6 +38,8 @@ def options(verb: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError where there are no records."""
     experiment = load(arguments.name)
+    if arguments.unknowns and arguments.json:
+        raise ValueError("--unknowns shows a text; leave --json out")
     if arguments.unknowns:
         _unknowns(experiment.name)
     else:
@@ -81,8 +83,7 @@ def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path
     heading = f"{experiment.title}\nprofile {shown.records[-1].profile}, {len(shown.records)} records"
     having = sorted(REFERENCE.glob(f"*/{experiment.name}.jsonl"))
     if having and shown.records[-1].profile == "smoke":
-        ours = short_path(having[0].parent)
-        heading += f"; ours: {program()} compare {experiment.name} --results {ours}"
+        heading += f"; ours: {program()} compare {experiment.name} --results {short_path(having[0].parent)}"
     say("\n".join([heading, *([whose] if whose else []), "", text]))
 
 
@@ -129,5 +130,4 @@ def folder_of(name: str, results: Path, *, is_own: bool) -> tuple[Path, str]:
     having = [folder for folder in sorted(REFERENCE.glob("*")) if (folder / f"{name}.jsonl").is_file()]
     if not is_own or not having or Store(results).load(name).records:
         return results, ""
-    said = f"records that came with the project ({having[0].name}); yours: {program()} run {name}"
-    return having[0], said
+    return having[0], f"records that came with the project ({having[0].name}); yours: {program()} run {name}"

@@ -2,8 +2,7 @@
 
 With `--benchmarks` or `--command` what is timed is somebody else's, in any repository. Exit status 0:
 counters equal and no confirmed regression, also where nothing could be told (1 with `--require-conclusive`);
-1: counters differ or a regression was confirmed; 2: bad usage, or a command that prints no number; 3: a
-benchmark failed.
+1: counters differ or a regression was confirmed; 2: bad usage, or a command failed; 3: a benchmark failed.
 """
 
 from __future__ import annotations
@@ -106,9 +105,8 @@ def _run(arguments: argparse.Namespace, say: Say) -> int:
     is_own = not (arguments.repo or arguments.benchmarks or arguments.command)
     subject = own_subject(arguments) if is_own else their_subject(arguments)
     is_equal = check_counters(arguments, say) if is_own else True
-    findings = []
-    if arguments.base is not None:
-        findings = check_time(arguments, subject, say, is_counted=is_own and is_equal)
+    is_counted = is_own and is_equal
+    findings = check_time(arguments, subject, say, is_counted=is_counted) if arguments.base else []
     failed = not is_equal or any(finding.confirmed for finding in findings)
     last = ending(failed, findings)
     if not failed and arguments.require_conclusive and not all(finding.is_told for finding in findings):

@@ -120,6 +120,8 @@ class Finding:
             what = f"nothing proven: the base differs from itself by {show(last.control)}"
         elif last.verdict == "inconclusive" and verdict_of(last.head) == "improved" and not last.out_of_time:
             what = f"can't tell, {head} is within the noise floor of {last.noise_floor:.1%}"
+        elif last.rounds < LOOKS[0]:
+            what = f"{head} after {last.rounds} rounds; nothing is said before {LOOKS[0]}"
         elif last.verdict == "inconclusive":
             what = f"can't tell, {head}; this machine now shows {last.smallest_detectable:.0%} or more"
         else:
@@ -134,7 +136,7 @@ class Finding:
             for run in self.runs
         ]
         for run in runs if self.command else ():
-            run |= {arm: float(self.level(run.pop(f"{arm}_s"))) for arm in ("base", "head")}
+            run |= {f"{arm}_number": float(self.level(run.pop(f"{arm}_s"))) for arm in ("base", "head")}
         return {
             "benchmark": self.benchmark, "confirmed": self.confirmed, "new": bool(self.lacking),
             "failed": self.failed, "notes": self.notes, "runs": runs,

@@ -48,15 +48,14 @@ def test_a_run_shows_the_table_and_keeps_records_and_figures(tmp_path):
 def test_json_is_records_and_nothing_else(tmp_path):
     status, out, err = run_fake(tmp_path, "--json", "--profile", "smoke")
     assert status == 0
-    assert [(record["case"]["step"], record["status"]) for record in lines(out)] == [
-        (1, "done"),
-        (2, "done"),
-        (3, "done"),
-    ]
+    assert [record["case"]["step"] for record in lines(out) if record["status"] == "done"] == [1, 2, 3]
     assert out == (tmp_path / "fake.jsonl").read_text()
     assert "a library that prints" in err
     assert "and one that writes to the descriptor" in err
     assert run_fake(tmp_path, "--json", "--profile", "smoke")[1] == out
+    status, out, err = call("compare", "table3", "--unknowns", "--json")
+    assert (status, out) == (2, "")
+    assert "--unknowns shows a text; leave --json out" in err
 
 
 def test_a_failed_case_is_status_3_and_everything_else_is_done(tmp_path):

@@ -308,7 +308,8 @@ def test_a_planted_mistake_is_named_by_its_case_and_by_no_other(name: str) -> No
 @pytest.mark.parametrize("name", OVER_PROCESSES)
 def test_over_processes_too_it_is_named_by_what_it_is(scene: Path, name: str) -> None:
     case, verdict, said = OVER_PROCESSES[name]
-    found = faults(in_place(f"planted_engines:{name}", "two processes", 20.0, ["accumulation over steps"]))
+    limit_s = 20.0 if "Hangs" in name else 300.0  # on a busy machine a step may take long
+    found = faults(in_place(f"planted_engines:{name}", "two processes", limit_s, ["accumulation over steps"]))
     assert (found[0].case, found[0].verdict) == (case, verdict)
     assert said in found[0].text
 

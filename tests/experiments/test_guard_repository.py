@@ -353,14 +353,16 @@ def test_a_command_of_any_language_is_guarded_against_its_base(
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found["confirmed"]
-    assert [(run["base"], run["head"], run["rounds"]) for run in found["runs"]] == [(100.0, 110.0, 12)] * 2
+    asked = ("base_number", "head_number", "rounds")
+    assert [tuple(run[name] for name in asked) for run in found["runs"]] == [(100.0, 110.0, 12)] * 2
+    assert found["runs"][0]["head"]["value"] == pytest.approx(0.1)
     assert "sh built.sh: worse by +10.0% [+10.0, +10.0], in two runs one after the other" in err
     trees = built.read_text().splitlines()
     assert len(set(trees)) == len(trees) == 3
     assert trees[0] == str(program)
     assert guarded(program, *options, "--higher-is-better", "--json") == 0, "more is better now"
     (run,) = json.loads(capsys.readouterr().out)["runs"]
-    assert (run["verdict"], run["base"], run["head"]) == ("improved", 100.0, 110.0)
+    assert (run["verdict"], run["base_number"], run["head_number"]) == ("improved", 100.0, 110.0)
 
 
 @pytest.mark.parametrize(

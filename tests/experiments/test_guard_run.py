@@ -36,6 +36,7 @@ SAME = Judgement("same", 12, 0.975, NONE, NONE, NONE, NONE, 0.01, 0.01)
 SLOWER = replace(SAME, verdict="regression", head=Change(0.1, 0.08, 0.12))
 IMPROVED = replace(SAME, verdict="improved", head=Change(-0.1, -0.12, -0.08))
 UNSURE = replace(SAME, verdict="inconclusive", head=Change(0.0, -0.2, 0.2))
+EARLY = replace(UNSURE, rounds=10, head=SLOWER.head)
 VOID = replace(SAME, verdict="contaminated", control=Change(0.1, 0.08, 0.12))
 
 
@@ -136,6 +137,7 @@ def test_processor_time_decides_where_wall_time_is_contaminated_twice(
         ),
         ((VOID,), "nothing proven: the base differs from itself by +10.0% [+8.0, +12.0]"),
         ((UNSURE,), "can't tell, +0.0% [-20.0, +20.0]; this machine now shows 36% or more"),
+        ((EARLY,), "+10.0% [+8.0, +12.0] after 10 rounds; nothing is said before 12"),
         (
             (replace(UNSURE, head=Change(-0.112, -0.14, -0.08), control=Change(0.02, -0.1, 0.173)),),
             "can't tell, -11.2% [-14.0, -8.0] is within the noise floor of 17.3%",
@@ -218,15 +220,13 @@ def test_a_confirmed_regression_fails_and_is_annotated_and_summed_up(
         ([[SAME], [IMPROVED]], "guard: passed"),
         ([[SAME], [UNSURE]], "guard: passed, but nothing can be told of transformer"),
         ([[UNSURE], [VOID, VOID]], "guard: inconclusive: nothing was measured well enough to tell"),
-        ([[SLOWER, SLOWER], [UNSURE]], "guard: FAILED"),
     ],
 )
 def test_what_could_not_be_told_has_not_passed(
     found: list, capsys: pytest.CaptureFixture[str], runs: list, said: str
 ) -> None:
     found += [finding("tiny-layers", *runs[0]), finding("transformer", *runs[1])]
-    status = cli.main(["guard", "--base", "main"])
-    assert status == (VERDICT_FAILED if "FAILED" in said else DONE)
+    assert cli.main(["guard", "--base", "main"]) == DONE
     assert capsys.readouterr().out.splitlines()[-1] == said
     status = cli.main(["guard", "--base", "main", "--require-conclusive"])
     assert status == (DONE if said == "guard: passed" else VERDICT_FAILED)

@@ -175,14 +175,14 @@ def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):
 
 
 def test_the_processes_end_with_a_killed_run(tmp_path, gate):
-    """Else a training that nobody waits for could go on for days."""
+    """And what these have started; else a training that nobody waits for could go on for days."""
     run = start(
         "run", "fake", "--device", "cpu", "--jobs", "2", "--results", tmp_path / "results", code=COMMAND,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, FAKE_GATE=str(gate.folder),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, FAKE_GATE=str(gate.folder), FAKE_STEP_2="orphan",
     )  # fmt: skip
     gate.wait()
     children = psutil.Process(run.pid).children(recursive=True)
-    assert len(children) >= 2
+    assert len(children) >= 3
     run.kill()
     run.wait(60)
     _, alive = psutil.wait_procs(children, timeout=300)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from gpipe_bench.pipeline.memory.peaks import StageMemory
@@ -20,6 +21,7 @@ from gpipe_bench.pipeline.memory.workers import SharedWeight
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.simulate import no_collections
 
 from .candidate import REMATS, Candidate, Grid, Way
 from .costs import Costs
@@ -130,6 +132,7 @@ class Search:
         self._boundaries, self._live = cache(self._links_of), cache(self._live_of)
         self._blocks, self._block_bytes = cache(self._block_of), cache(self._block_bytes_of)
 
+    @no_collections()  # of what a search makes only few things are in cycles
     def run(
         self, kept: int | None = KEPT, of_each: Callable[[Way], Hashable] = grid_and_schedule
     ) -> tuple[Found, ...]:
@@ -140,14 +143,14 @@ class Search:
             of_each: the group of a way
         """
         possible = ways(self.request, self.space, self.costs.num_layers)
-        every = [way for way in possible if way.microbatch_size in self.costs.sizes]
+        every = [(*self._promised_s(w), w) for w in possible if w.microbatch_size in self.costs.sizes]
         best: dict[Hashable, Found] = {}
         limit_s = inf
-        for number, way in enumerate(sorted(every, key=self._promised_s)):
+        for number, (_, about_s, way) in enumerate(sorted(every, key=itemgetter(0, 1))):
             self.progress(number, len(every))
             group = of_each(way)
             below_s = min(limit_s, best[group].step_s if group in best else inf)
-            if self.about_s(way) >= below_s or not self.may_beat(way, below_s):
+            if about_s >= below_s or not self.may_beat(way, below_s):
                 continue
             found = self.best_of(way, below_s=below_s)
             self.tried += 1

@@ -27,10 +27,10 @@ buffer of the ring holds what was received until the end of B, and the copy come
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from operator import add, ge, mul
 from typing import NamedTuple
 
@@ -167,7 +167,8 @@ def row_moments(
         rows[action.stage].append(action)
     counters = {stage: StageCounter(row, receive_ahead) for stage, row in rows.items()}
     resting = {stage: counter.rest for stage, counter in counters.items()}
-    waiting = Counter[Inbox]()
+    inboxes = {mine: [(stage, back) for stage in mine for back in (False, True)] for mine in homes.values()}
+    waiting: dict[Inbox, int] = dict.fromkeys(chain.from_iterable(inboxes.values()), 0)
     for action in actions:
         stage, kind = action.stage, action.kind
         moves, back = kind in (Kind.F, Kind.B, Kind.I), kind is not Kind.F
@@ -175,11 +176,11 @@ def row_moments(
             waiting[stage, back] -= 1
         step, mine = counters[stage].take(action), homes[stage]
         others = tuple([(other, resting[other]) for other in mine if other != stage])
-        inboxes = [(other, is_gradient) for other in mine for is_gradient in (False, True)]
-        yield Moment(step, others, tuple([(each, waiting[each]) for each in inboxes if waiting[each]]))
+        yield Moment(step, others, tuple([(each, waiting[each]) for each in inboxes[mine] if waiting[each]]))
         resting[stage] = counters[stage].rest
-        if moves:
-            waiting[stage - 1 if back else stage + 1, back] += 1
+        target = stage - 1 if back else stage + 1, back
+        if moves and target in waiting:
+            waiting[target] += 1
 
 
 # In bytes

@@ -19,6 +19,7 @@ from gpipe_bench.planner.model import built
 from gpipe_bench.planner.request import MEASURED, ways
 from gpipe_bench.planner.search import Search
 
+WIDE = {"num_layers": 2, "d_model": 64, "num_heads": 4, "vocab_size": 50, "seq_len": 256}
 NEAR = Link("near", 1e-4, 1e6)
 REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)
 
@@ -159,6 +160,22 @@ def test_a_schedule_that_nobody_gave_is_no_remedy() -> None:
     with pytest.raises(ValueError, match="does not fit") as refused:
         plan(model, request, space=replace(gpipe, possible=("gpipe",)), costs=costs_of(model))
     assert "--schedule" not in str(refused.value)
+
+
+def test_a_remedy_is_a_precision_that_the_accelerator_has() -> None:
+    """No bfloat16 on a V100; where layers are timed, it is in float32."""
+    model, few = built("small", "gpt2", WIDE, 8), Space(schedules=("1f1b",))
+    request = replace(REQUEST, accelerators=1, batch_size=8, device_type="v100", reserve_bytes=0)
+    half = smallest(model, replace(request, precision="float16"), few)
+    assert half is not None
+    request = replace(request, memory_bytes=half.peak)
+    with pytest.raises(ValueError, match="--precision float16") as refused:
+        plan(model, request, space=few)
+    assert "bfloat16" not in str(refused.value)
+    assert plan(model, replace(request, precision="float16"), space=few).best.peak <= half.peak
+    with pytest.raises(ValueError, match="does not fit") as refused:
+        plan(model, replace(request, device_type=MEASURED), space=few)
+    assert "--precision" not in str(refused.value)
 
 
 def test_a_named_accelerator_keeps_some_back_and_this_machine_nothing() -> None:

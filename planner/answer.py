@@ -175,9 +175,9 @@ def plan(
         least = _least_that_fits(model, request, space, given)
         found = (replace(least, step_s=search.step_s(least.candidate)),)
     best = sorted((predicted(each, search) for each in found), key=lambda each: (each.step_s, each.peak))
-    layouts = (Layout(each.candidate, costs, search.request) for each in best[:shown])
-    parts = (replace(e, parts_s=each.parts_s(e.step_s)) for e, each in zip(best, layouts, strict=False))
-    return Plan(model, search.request, tuple(parts), search.tried, search.skipped, costs)
+    parts = [Layout(e.candidate, costs, search.request).parts_s(e.step_s) for e in best[:shown]]
+    predictions = tuple(replace(each, parts_s=own) for each, own in zip(best, parts, strict=False))
+    return Plan(model, search.request, predictions, search.tried, search.skipped, costs)
 
 
 def as_on(model: Model, request: Request) -> Model:
@@ -190,7 +190,9 @@ def as_on(model: Model, request: Request) -> Model:
 
 
 def predicted(found: Found, search: Search) -> Prediction:
-    """A way that was found, laid out by the replay; the bytes are those that the search found room for."""
+    """A way that was found, laid out by the replay, without its parts; the bytes are those that the search
+    found room for.
+    """
     prediction = predict(found.candidate, replace(search.costs, profiles=None), search.request, parts=False)
     return replace(
         prediction,

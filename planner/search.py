@@ -201,7 +201,9 @@ class Search:
             return True
         waits = way.stages_per_worker == 1
         done = 0
-        for live in self._live(way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches):
+        few = min(way.num_microbatches, 4 * way.grid.pp)
+        for under_way in self._live(way.schedule, way.grid.pp, way.stages_per_worker, few):
+            live = way.num_microbatches if under_way == few else under_way
             left_s = (below_s / ABOUT - waits * done * block.passed_s) / way.num_microbatches
             most = (min(each.most(self.cap, live), left_s / each.takes_s) for each in block.kinds)
             done += max(0, int(max(most, default=0.0)))
@@ -254,15 +256,16 @@ class Search:
         return start, alike.count(alike[start]), found
 
     def _live_of(self, name: str, workers: int, per_worker: int, count: int) -> tuple[int, ...]:
-        """Micro-batches of which each worker has all blocks under way at once, as in a shorter schedule."""
-        few = min(count, 4 * workers)
+        """Micro-batches of which each worker has all blocks under way at once; as many in a longer schedule,
+        but for all of them.
+        """
         found = []
-        for row in named(name, workers, few, stages_per_worker=per_worker).actions:
+        for row in named(name, workers, count, stages_per_worker=per_worker).actions:
             under_way, most = dict.fromkeys((action.stage for action in row), 0), 0
             for action in (action for action in row if action.kind is not Kind.W):
                 under_way[action.stage] += 1 if action.kind is Kind.F else -1
                 most = max(most, min(under_way.values()))
-            found.append(count if most == few else most)
+            found.append(most)
         return tuple(found)
 
     def best_of(self, way: Way, looks: int = 0, below_s: float = inf) -> Found | None:

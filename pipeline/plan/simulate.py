@@ -173,8 +173,8 @@ class _Simulation:
         self.heap: list[tuple[float, int]] = []
         self.messages: list[Span] = []
         self.collectives: list[Span] = []
-        # From a stage to another: the worker there, the link, how long a message takes it, and when it is free
-        # again, which others may share; nothing of that where messages are there at once.
+        # From a stage to another: the worker there, the link, how long a message takes it, and when it is
+        # free again, which others may share; nothing where messages are there at once.
         self.channels: dict[tuple[int, int], tuple[int, Link, float, list[float]]] = {}
         self.queues_s: dict[tuple[int, int], list[float]] = {}
         self.targets = receivers(schedule)

@@ -178,6 +178,15 @@ def test_a_remedy_is_a_precision_that_the_accelerator_has() -> None:
     assert "--precision" not in str(refused.value)
 
 
+@pytest.mark.parametrize("pp", [None, (1,)])
+def test_halves_of_a_backward_are_no_obstacle_to_one_worker(pp: tuple[int, ...] | None) -> None:
+    """Every pass of ZeRO-3 needs whole backwards, and profiles for one worker were without halves."""
+    model = planned("plain")
+    found = plan(model, REQUEST, space=Space(schedules=("zb-h1",), pp=pp), costs=costs_of(model))
+    assert {each.candidate.schedule for each in found.predictions} == {"zb-h1"}
+    assert all(each.candidate.grid.fsdp_level != 3 for each in found.predictions)
+
+
 def test_a_named_accelerator_keeps_some_back_and_this_machine_nothing() -> None:
     request = Request(accelerators=1, memory_bytes=2**34, batch_size=1, link=LINKS["free"])
     assert request.device_type == MEASURED

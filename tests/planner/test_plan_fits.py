@@ -184,12 +184,10 @@ def test_a_remedy_is_a_precision_that_the_accelerator_has() -> None:
 
 def test_a_named_accelerator_keeps_some_back_and_this_machine_nothing() -> None:
     request = Request(accelerators=1, memory_bytes=2**34, batch_size=1, link=LINKS["free"])
-    assert request.device_type == MEASURED
     assert request.usable_bytes == 2**34
     named = replace(request, device_type="a100")
     assert named.usable_bytes == 2**34 - 3 * 2**29
     assert replace(named, reserve_bytes=2**30).usable_bytes == 2**34 - 2**30
-    assert replace(named, reserve_bytes=0).usable_bytes == 2**34
 
 
 def test_fewer_accelerators_where_sums_are_dear() -> None:
@@ -200,8 +198,7 @@ def test_fewer_accelerators_where_sums_are_dear() -> None:
 
 
 def test_a_rank_of_gpt_2_holds_its_part_of_what_megatron_divides() -> None:
-    sizes = {"num_layers": 2, "d_model": 32, "num_heads": 4, "vocab_size": 50, "seq_len": 8}
-    model = built("small", "gpt2", sizes, 2)
+    model = built("small", "gpt2", {**WIDE, "d_model": 32, "seq_len": 8}, 2)
     whole, rank = (model.profile_of(2, "float32", tp=tp).layers for tp in (1, 4))
     width, float32 = 32, 4
     divided = 12 * width**2 + 7 * width  # weights, and biases of what goes into the blocks

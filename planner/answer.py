@@ -19,6 +19,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
+
 from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 
@@ -29,7 +31,7 @@ from .formats import FORMATS, NAME, Written, as_run, command, written
 from .measured import ROUNDS, timed
 from .memory import Room, Rooms
 from .model import Model
-from .predict import predict
+from .predict import Layout, predict
 from .request import MEASURED, Request, Space, check, splits_some, ways
 from .roofline import by_roofline
 from .search import KEPT, Found, Search
@@ -173,7 +175,9 @@ def plan(
         least = _least_that_fits(model, request, space, given)
         found = (replace(least, step_s=search.step_s(least.candidate)),)
     best = sorted((predicted(each, search) for each in found), key=lambda each: (each.step_s, each.peak))
-    return Plan(model, search.request, tuple(best[:shown]), search.tried, search.skipped, costs)
+    parts = [Layout(e.candidate, costs, search.request).parts_s(e.step_s) for e in best[:shown]]
+    predictions = tuple(replace(each, parts_s=own) for each, own in zip(best, parts, strict=False))
+    return Plan(model, search.request, predictions, search.tried, search.skipped, costs)
 
 
 def as_on(model: Model, request: Request) -> Model:
@@ -186,8 +190,10 @@ def as_on(model: Model, request: Request) -> Model:
 
 
 def predicted(found: Found, search: Search) -> Prediction:
-    """A way that was found, laid out by the replay; the bytes are those that the search found room for."""
-    prediction = predict(found.candidate, replace(search.costs, profiles=None), search.request)
+    """A way that was found, laid out by the replay, without its parts; the bytes are those that the search
+    found room for.
+    """
+    prediction = predict(found.candidate, replace(search.costs, profiles=None), search.request, parts=False)
     return replace(
         prediction,
         peak_bytes=tuple(each.peak for each in found.memory),
@@ -216,9 +222,8 @@ def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
     """Whether every layer by itself fits into memory with a micro-batch of that size."""
     ranks = max((n for n in space.tp or (1,) if n == 1 or model.is_divisible(n)), default=1)
     sharded = space.sharded and request.gathers_half(request.accelerators)
-    profile = model.profile_of(
-        size, request.precision, tp=ranks, sharded=sharded, split_backward=splits_some(request, space)
-    )
+    with torch.no_grad():  # no backward, which profiles for another purpose would have
+        profile = model.changed().profile_of(size, request.precision, tp=ranks, sharded=sharded)
     needed = (layer.inputs.num_bytes + layer.free.forward_peak for layer in profile.layers)
     return max(needed) <= request.usable_bytes
 
@@ -391,7 +396,10 @@ def _remedies(model: Model, request: Request, space: Space, as_one: bool) -> Ite
     larger = (times * request.accelerators for times in (2, 4, 8))
     enough = (n for n in larger if fits(replace(space, pp=(n,)) if as_one else space, accelerators=n))
     yield from (f"--accelerators {number}" for number in islice(enough, 1))
-    if request.precision == "float32" and fits(precision="bfloat16"):
-        yield "--precision bfloat16"
+    is_timed = request.device_type == MEASURED and not as_one  # in float32 alone
+    has_bfloat16 = request.device_type == MEASURED or accelerator(request.device_type).bfloat16
+    half = "bfloat16" if has_bfloat16 else "float16"
+    if request.precision == "float32" and not is_timed and fits(precision=half):
+        yield f"--precision {half}"
     if request.optimizer != "sgd" and fits(optimizer="sgd"):
         yield "--optimizer sgd"

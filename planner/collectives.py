@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 
 from gpipe_bench.pipeline.plan.links import Bucket, Gather, Link, bucket_bytes_of
@@ -103,9 +104,10 @@ class Collectives:
         # Without word of rings, two sums of the activations of every layer.
         rings = at.ring_bytes or [([size] * 4,) * 2 for size in (*at.activation_bytes, 0.0)]
         seconds = [[self._rounds_s(sizes) for sizes in layer] for layer in rings] if grid.tp > 1 else []
+        self.buckets, self.gathers = cache(self._buckets), cache(self._gathers)
         self._rounds_sums = [list(accumulate(each, initial=0.0)) for each in zip(*seconds, strict=True)]
 
-    def buckets(self, span: range) -> tuple[Bucket, ...]:
+    def _buckets(self, span: range) -> tuple[Bucket, ...]:
         """Returns the buckets summed over replicas, in the order in which they leave: whole gradients when a
         bucket is full, those of ZeRO-2's shards layer by layer; ZeRO-3 scatters in the passes.
         """
@@ -144,7 +146,7 @@ class Collectives:
         )  # rounding must not go beyond the whole
         return list(zip(reversed(layers), shares, strict=True))
 
-    def gathers(self, span: range) -> tuple[Gather, ...]:
+    def _gathers(self, span: range) -> tuple[Gather, ...]:
         """Parameters that are fetched once for a step (ZeRO-2), for when the first forward needs them."""
         if self.grid.fsdp_level != 2 or self.shards is not None:
             return ()

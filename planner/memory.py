@@ -262,7 +262,7 @@ class Rows:
         self.schedule = schedule
         self.ahead = 1 if schedule.num_workers > 1 else 0
         self.homes = [schedule.stages_of(worker) for worker in range(schedule.num_workers)]
-        self.moments = cache(self._moments)
+        self._moments: dict[tuple[int, tuple[str, ...]], tuple[Moment, ...]] = {}
 
     def recomputed(self, remat: Sequence[str]) -> Schedule:
         """The whole schedule with R before each backward of what its stages recompute."""
@@ -279,8 +279,13 @@ class Rows:
             row.append(action)
         return tuple(row)
 
-    def _moments(self, worker: int, remat: tuple[str, ...]) -> tuple[Moment, ...]:
+    def moments(self, worker: int, remat: tuple[str, ...]) -> tuple[Moment, ...]:
         """The different moments of one worker; in a long row hundreds of actions find the same numbers."""
+        if (worker, remat) not in self._moments:
+            self._moments[worker, remat] = self._moments_of(worker, remat)
+        return self._moments[worker, remat]
+
+    def _moments_of(self, worker: int, remat: tuple[str, ...]) -> tuple[Moment, ...]:
         row = self._row(worker, remat)
         if len(remat) == 1:
             return tuple(map(Moment, steps(row, self.ahead)))

@@ -329,18 +329,21 @@ def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
 
 def splits_some(request: Request, space: Space) -> bool:
     """Whether some way splits its backward; profiles then cover the halves for all ways."""
-    return space.pp != (1,) and not request.compiled and any(map(splits, space.schedules))
+    tried = ("1f1b",) if space.pp == (1,) and "1f1b" in space.schedules else space.schedules
+    return not request.compiled and any(map(splits, tried))
 
 
 def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str, int]]:
     """Schedules' names with their stages per worker."""
+    """Names with their stages per worker."""
+    whole = grid.fsdp_level == 3 or request.compiled
+    possible = [name for name in space.schedules if not (whole and splits(name))]
     if grid.pp == 1:
-        plain = [name for name in space.schedules if NAMED[name].stages_per_worker in (None, 1)]
+        plain = [name for name in possible if NAMED[name].stages_per_worker in (None, 1)]
         yield from [("1f1b" if "1f1b" in plain else name, 1) for name in plain[:1]]
         return
-    for name in space.schedules:
-        if not (splits(name) and (grid.fsdp_level == 3 or request.compiled)):
-            yield name, NAMED[name].stages_per_worker or 2
+    for name in possible:
+        yield name, NAMED[name].stages_per_worker or 2
 
 
 def check(request: Request, space: Space, num_layers: int) -> None:

@@ -106,10 +106,10 @@ def by_roofline(
     device = device or accelerator(request.device_type, request.precision)
     fuses = request.compiled or device.fuses
 
-    @cache
     def variant(size: int, tp: int, sharded: bool) -> SizeCosts | None:
         return one(size, tp, sharded) if model.is_divisible(tp) else None
 
+    @cache
     def one(size: int, tp: int, sharded: bool) -> SizeCosts:
         read = HALF.get(request.precision) if sharded else None
         inputs, target = model.of_microbatch(size, read)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from gpipe_bench.pipeline.memory.peaks import StageMemory
@@ -20,6 +21,7 @@ from gpipe_bench.pipeline.memory.workers import SharedWeight
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.simulate import no_collections
 
 from .candidate import REMATS, Candidate, Grid, Way
 from .costs import Costs
@@ -130,6 +132,7 @@ class Search:
         self._boundaries, self._live = cache(self._links_of), cache(self._live_of)
         self._blocks, self._block_bytes = cache(self._block_of), cache(self._block_bytes_of)
 
+    @no_collections()  # of what a search makes only few things are in cycles
     def run(
         self, kept: int | None = KEPT, of_each: Callable[[Way], Hashable] = grid_and_schedule
     ) -> tuple[Found, ...]:
@@ -140,14 +143,14 @@ class Search:
             of_each: the group of a way
         """
         possible = ways(self.request, self.space, self.costs.num_layers)
-        every = [way for way in possible if way.microbatch_size in self.costs.sizes]
+        every = [(*self._promised_s(w), w) for w in possible if w.microbatch_size in self.costs.sizes]
         best: dict[Hashable, Found] = {}
         limit_s = inf
-        for number, way in enumerate(sorted(every, key=self._promised_s)):
+        for number, (_, about_s, way) in enumerate(sorted(every, key=itemgetter(0, 1))):
             self.progress(number, len(every))
             group = of_each(way)
             below_s = min(limit_s, best[group].step_s if group in best else inf)
-            if self.about_s(way) >= below_s or not self.may_beat(way, below_s):
+            if about_s >= below_s or not self.may_beat(way, below_s):
                 continue
             found = self.best_of(way, below_s=below_s)
             self.tried += 1
@@ -198,7 +201,9 @@ class Search:
             return True
         waits = way.stages_per_worker == 1
         done = 0
-        for live in self._live(way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches):
+        few = min(way.num_microbatches, 4 * way.grid.pp)
+        for under_way in self._live(way.schedule, way.grid.pp, way.stages_per_worker, few):
+            live = way.num_microbatches if under_way == few else under_way
             left_s = (below_s / ABOUT - waits * done * block.passed_s) / way.num_microbatches
             most = (min(each.most(self.cap, live), left_s / each.takes_s) for each in block.kinds)
             done += max(0, int(max(most, default=0.0)))
@@ -251,15 +256,16 @@ class Search:
         return start, alike.count(alike[start]), found
 
     def _live_of(self, name: str, workers: int, per_worker: int, count: int) -> tuple[int, ...]:
-        """Micro-batches of which each worker has all blocks under way at once, as in a shorter schedule."""
-        few = min(count, 4 * workers)
+        """Micro-batches of which each worker has all blocks under way at once; as many in a longer schedule,
+        but for all of them.
+        """
         found = []
-        for row in named(name, workers, few, stages_per_worker=per_worker).actions:
+        for row in named(name, workers, count, stages_per_worker=per_worker).actions:
             under_way, most = dict.fromkeys((action.stage for action in row), 0), 0
             for action in (action for action in row if action.kind is not Kind.W):
                 under_way[action.stage] += 1 if action.kind is Kind.F else -1
                 most = max(most, min(under_way.values()))
-            found.append(count if most == few else most)
+            found.append(most)
         return tuple(found)
 
     def best_of(self, way: Way, looks: int = 0, below_s: float = inf) -> Found | None:

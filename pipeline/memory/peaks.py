@@ -27,10 +27,10 @@ buffer of the ring holds what was received until the end of B, and the copy come
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from operator import add, ge, mul
 from typing import NamedTuple
 
@@ -167,7 +167,8 @@ def row_moments(
         rows[action.stage].append(action)
     counters = {stage: StageCounter(row, receive_ahead) for stage, row in rows.items()}
     resting = {stage: counter.rest for stage, counter in counters.items()}
-    waiting = Counter[Inbox]()
+    inboxes = {mine: [(stage, back) for stage in mine for back in (False, True)] for mine in homes.values()}
+    waiting: dict[Inbox, int] = dict.fromkeys(chain.from_iterable(inboxes.values()), 0)
     for action in actions:
         stage, kind = action.stage, action.kind
         moves, back = kind in (Kind.F, Kind.B, Kind.I), kind is not Kind.F
@@ -175,11 +176,11 @@ def row_moments(
             waiting[stage, back] -= 1
         step, mine = counters[stage].take(action), homes[stage]
         others = tuple([(other, resting[other]) for other in mine if other != stage])
-        inboxes = [(other, is_gradient) for other in mine for is_gradient in (False, True)]
-        yield Moment(step, others, tuple([(each, waiting[each]) for each in inboxes if waiting[each]]))
+        yield Moment(step, others, tuple([(each, waiting[each]) for each in inboxes[mine] if waiting[each]]))
         resting[stage] = counters[stage].rest
-        if moves:
-            waiting[stage - 1 if back else stage + 1, back] += 1
+        target = stage - 1 if back else stage + 1, back
+        if moves and target in waiting:
+            waiting[target] += 1
 
 
 # In bytes
@@ -332,12 +333,15 @@ class Placed:
         )
         self._sizes = tuple(map(sum, self._per_count))
         self._fixed_bytes = sum(self._fixed)
+        self._known: dict[Counts, int] = {}
         self._own: dict[object, Parts] = {}  # of actions that add the same
 
     def bytes(self, counts: Counts) -> int:
         """Bytes of the stage while another stage of its worker works; an action `adds` to them."""
-        changing: int = sum(map(mul, counts, self._sizes))
-        return self._fixed_bytes + changing
+        found = self._known.get(counts)
+        if found is None:
+            found = self._known[counts] = self._fixed_bytes + sum(map(mul, counts, self._sizes))
+        return found
 
     def parts(self, counts: Counts) -> Parts:
         """Same as `bytes`, by category."""
@@ -353,28 +357,29 @@ class Placed:
 
     def adds(self, step: Step) -> Parts:
         """What an action adds. ValueError for a split backward without profiles of it."""
-        kind = step.action.kind
-        if self._stage.halves is None and (kind in (Kind.I, Kind.W) or step.counts.halves):
-            raise ValueError(
-                f"{step.action} is half a backward, which the profiles of its stage say nothing of; profile "
-                "with Profiler(split_backward=True)"
-            )
-        if step.alike not in self._own:
-            stage, found = self._stage, self._fullest(step)
+        alike = step.alike
+        if alike not in self._own:
+            kind, stage = step.action.kind, self._stage
+            if stage.halves is None and kind in (Kind.I, Kind.W):
+                raise ValueError(
+                    f"{step.action} is half a backward, which the profiles of its stage say nothing of; "
+                    "profile with Profiler(split_backward=True)"
+                )
+            found = self._fullest(step)
             buffers, copied = 0, 0
             if kind is Kind.R:
                 buffers, copied = stage.changing_buffer_bytes, stage.copied_input_bytes
                 if not (self._is_apart or self._stays):
                     # The copy takes the place of what was received once it is made, before the first layer.
                     copied = max(copied - found.total, 0)
-            self._own[step.alike] = Parts(
+            self._own[alike] = Parts(
                 buffers=buffers,
                 gradients=found.gradients,
                 boundary=self._own_kept if kind in (Kind.B, Kind.I) else 0,
                 activations=found.activations,
                 transients=found.transients + copied,
             )
-        return self._own[step.alike]
+        return self._own[alike]
 
     def _fullest(self, step: Step) -> Bytes:
         """Returns the peak memory of the layers in an action."""

@@ -173,8 +173,9 @@ class _Simulation:
         self.heap: list[tuple[float, int]] = []
         self.messages: list[Span] = []
         self.collectives: list[Span] = []
-        # Between two workers; when the link is free again, which others may share.
-        self.channels: dict[tuple[int, int], tuple[Link, list[float]]] = {}
+        # From a stage to another: the worker there, the link, how long a message takes it, and when it is
+        # free again, which others may share; nothing where messages are there at once.
+        self.channels: dict[tuple[int, int], tuple[int, Link, float, list[float]]] = {}
         self.queues_s: dict[tuple[int, int], list[float]] = {}
         self.targets = receivers(schedule)
         self.arrivals_s: dict[Action, float] = {}  # of what each action needs
@@ -196,12 +197,14 @@ class _Simulation:
                     self.collectives.append(Span(f"gather {number}", stage, start_s, end_s))
                     self.fetched.setdefault(first, []).append((gather.needed, end_s))
 
-    def _channel(self, ends: tuple[int, int]) -> tuple[Link, list[float]]:
-        if ends not in self.channels:
-            link = self.link if isinstance(self.link, Link) else self.link(*ends)
-            shared = (min(ends), max(ends)) if link.shares_directions else ends
-            self.channels[ends] = link, self.queues_s.setdefault(shared, [0])
-        return self.channels[ends]
+    def _channel(self, stage: int, target: int) -> tuple[int, Link, float, list[float]]:
+        ends = self.schedule.worker(stage), self.schedule.worker(target)
+        if self.link is FREE or ends[0] == ends[1]:
+            return ends[1], FREE, 0, []
+        link = self.link if isinstance(self.link, Link) else self.link(*ends)
+        shared = (min(ends), max(ends)) if link.shares_directions else ends
+        num_bytes = self.activation_bytes[stage] if stage < target else self.gradient_bytes[target]
+        return ends[1], link, link.occupied_s(num_bytes), self.queues_s.setdefault(shared, [0])
 
     def run(self) -> Timeline:
         """Raises `ValueError` where an action cannot start, or its duration is negative or not finite."""
@@ -216,7 +219,7 @@ class _Simulation:
             raise self.walk.stopped()
         events = [event for events in self.events for event in events]
         events.sort(key=attrgetter("start_s"))  # equal starts stay ordered by worker
-        links = [self.link] if isinstance(self.link, Link) else [link for link, _ in self.channels.values()]
+        links = [self.link] if isinstance(self.link, Link) else [each[1] for each in self.channels.values()]
         names = dict.fromkeys(link.name for link in links if link != FREE)
         return Timeline(
             tuple(events),
@@ -238,12 +241,14 @@ class _Simulation:
         needs = self.waiting.get(action, action) if self.waiting else action
         if needs is not action and needs not in self.arrivals_s:
             return
-        start_s = max(self.free_s[worker], self.arrivals_s.get(needs, 0))
+        start_s, arrival_s = self.free_s[worker], self.arrivals_s.get(needs, 0)
+        if arrival_s > start_s:
+            start_s = arrival_s
         duration_s = self.duration_s(action)
         if not 0 <= duration_s < inf:
             raise ValueError(f"{action} takes {duration_s} s; a duration must be finite and not negative")
         late_s: float = 0  # the first forward waits inside for what it needs at each share of it
-        for share, there_s in self.fetched.get(action, ()):
+        for share, there_s in self.fetched.get(action, ()) if self.fetched else ():
             late_s += max(0, there_s - (start_s + late_s + share * duration_s))
         end_s = start_s + late_s + duration_s
         self.free_s[worker] = end_s
@@ -264,18 +269,19 @@ class _Simulation:
         target = self.targets.get(action)
         if target is None:
             return
-        ends = worker, self.schedule.worker(target.stage)
+        ends = action.stage, target.stage
+        channel = self.channels.get(ends)
+        if channel is None:
+            channel = self.channels[ends] = self._channel(*ends)
+        there, link, takes_s, queue_s = channel
         arrival_s = end_s
-        if self.link is not FREE and ends[0] != ends[1]:
-            link, queue_s = self._channel(ends)
-            is_ahead = action.kind is Kind.F
-            num_bytes = self.activation_bytes[action.stage] if is_ahead else self.gradient_bytes[target.stage]
-            leaves_s = max(queue_s[0], end_s)
-            queue_s[0] = leaves_s + link.occupied_s(num_bytes)
+        if queue_s:
+            leaves_s = queue_s[0] if queue_s[0] > end_s else end_s
+            queue_s[0] = leaves_s + takes_s
             arrival_s = queue_s[0] + link.latency_s
             self.messages.append(Span(f"{action}->{target.stage}", action.stage, leaves_s, arrival_s))
         self.arrivals_s[target] = arrival_s
-        self._go_on(ends[1])
+        self._go_on(there)
 
     def _work(self) -> tuple[Span, ...]:
         """Set-ups, then updates."""

@@ -14,19 +14,23 @@ from planning_models import costs_of, planned
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.pipeline import LINKS, Link
 from gpipe_bench.planner import Plan, Request, Space, plan
-from gpipe_bench.planner.answer import smallest
+from gpipe_bench.planner.answer import as_on, smallest
 from gpipe_bench.planner.model import built
 from gpipe_bench.planner.request import MEASURED, ways
 from gpipe_bench.planner.search import Search
 
+WIDE = {"num_layers": 2, "d_model": 64, "num_heads": 4, "vocab_size": 50, "seq_len": 256}
 NEAR = Link("near", 1e-4, 1e6)
 REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)
 
 
 def test_a_plan_fits_into_the_smallest_peak() -> None:
-    """For every schedule, a plan fits into the smallest peak, message buffers included."""
-    model, request = planned("plain", 4), replace(REQUEST, batch_size=4)
-    for space in (Space(), Space(pp=(2,), schedules=("1f1b",), sharded=False), Space(schedules=("v-half",))):
+    """For every schedule, a plan fits into the smallest peak, message buffers included. One worker has halves
+    of backwards if nothing else is to be tried, but none under ZeRO-3.
+    """
+    model, request, halves = planned("plain", 4), replace(REQUEST, batch_size=4), Space(schedules=("zb-h1",))
+    few = Space(pp=(2,), schedules=("1f1b",), sharded=False)
+    for space in (Space(), few, Space(schedules=("v-half",)), halves, replace(halves, pp=(1,))):
         least = smallest(model, request, space)
         assert least is not None
         found = plan(model, replace(request, memory_bytes=least.peak), space=space, costs=costs_of(model))
@@ -161,31 +165,40 @@ def test_a_schedule_that_nobody_gave_is_no_remedy() -> None:
     assert "--schedule" not in str(refused.value)
 
 
+def test_a_remedy_is_a_precision_that_the_accelerator_has() -> None:
+    """No bfloat16 on a V100; where layers are timed, it is in float32."""
+    few = Space(schedules=("1f1b",))
+    request = replace(REQUEST, accelerators=1, batch_size=8, device_type="v100", reserve_bytes=0)
+    model = as_on(built("small", "gpt2", WIDE, 8), request)
+    half = smallest(model, replace(request, precision="float16"), few)
+    assert half is not None
+    request = replace(request, memory_bytes=half.peak)
+    with pytest.raises(ValueError, match="--precision float16") as refused:
+        plan(model, request, space=few)
+    assert "bfloat16" not in str(refused.value)
+    assert plan(model, replace(request, precision="float16"), space=few).best.peak <= half.peak
+    with pytest.raises(ValueError, match="does not fit") as refused:
+        plan(model, replace(request, device_type=MEASURED), space=few)
+    assert "--precision" not in str(refused.value)
+
+
 def test_a_named_accelerator_keeps_some_back_and_this_machine_nothing() -> None:
     request = Request(accelerators=1, memory_bytes=2**34, batch_size=1, link=LINKS["free"])
-    assert request.device_type == MEASURED
     assert request.usable_bytes == 2**34
     named = replace(request, device_type="a100")
     assert named.usable_bytes == 2**34 - 3 * 2**29
     assert replace(named, reserve_bytes=2**30).usable_bytes == 2**34 - 2**30
-    assert replace(named, reserve_bytes=0).usable_bytes == 2**34
 
 
 def test_fewer_accelerators_where_sums_are_dear() -> None:
     model, dear, few = planned("plain", 4), Link("dear", 0.5, 1e2), Space(schedules=("1f1b",))
-    one = replace(REQUEST, accelerators=1, batch_size=4, link=dear)
-    alone = plan(model, one, space=few, costs=costs_of(model)).best.step_s
-    found = plan(model, replace(one, accelerators=4), space=few, costs=costs_of(model))
-    assert found.best.step_s <= alone * (1 + 1e-9)
+    found = plan(model, replace(REQUEST, batch_size=4, link=dear), space=few, costs=costs_of(model))
     assert found.best.candidate.grid.accelerators == 1
     assert found.command() == "torchrun --nproc-per-node 1 train.py"
-    used = plan(model, replace(one, accelerators=4), space=replace(few, fewer=False), costs=costs_of(model))
-    assert used.best.step_s > alone
 
 
 def test_a_rank_of_gpt_2_holds_its_part_of_what_megatron_divides() -> None:
-    sizes = {"num_layers": 2, "d_model": 32, "num_heads": 4, "vocab_size": 50, "seq_len": 8}
-    model = built("small", "gpt2", sizes, 2)
+    model = built("small", "gpt2", {**WIDE, "d_model": 32, "seq_len": 8}, 2)
     whole, rank = (model.profile_of(2, "float32", tp=tp).layers for tp in (1, 4))
     width, float32 = 32, 4
     divided = 12 * width**2 + 7 * width  # weights, and biases of what goes into the blocks

@@ -260,7 +260,7 @@ def _encoded(experiment: Experiment, case: Case, options: RunOptions, command: s
 
 
 def _end_with_the_run() -> None:
-    """A run that was killed could not end its processes, and these not theirs; none shall train on for days."""
+    """A killed run could not end its processes, and these not theirs; none shall train on for days."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

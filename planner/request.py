@@ -335,7 +335,6 @@ def splits_some(request: Request, space: Space) -> bool:
 
 def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str, int]]:
     """Schedules' names with their stages per worker."""
-    """Names with their stages per worker."""
     whole = grid.fsdp_level == 3 or request.compiled
     possible = [name for name in space.schedules if not (whole and splits(name))]
     if grid.pp == 1:

@@ -178,7 +178,8 @@ def test_the_processes_end_with_a_killed_run(tmp_path, gate):
     """And what these have started; else a training that nobody waits for could go on for days."""
     run = start(
         "run", "fake", "--device", "cpu", "--jobs", "2", "--results", tmp_path / "results", code=COMMAND,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, FAKE_GATE=str(gate.folder), FAKE_STEP_2="orphan",
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        FAKE_GATE=str(gate.folder), FAKE_STEP_2="orphan",
     )  # fmt: skip
     gate.wait()
     children = psutil.Process(run.pid).children(recursive=True)

@@ -74,12 +74,10 @@ def test_a_cell_of_ours_that_the_paper_lacks_comes_after_its_table_rows():
 def test_the_two_questions_are_rows_of_their_own():
     place = {"table": "table2-transformer", "row": "M=32", "column": "K=8"}
     metric = Metric(name="x", value=6.3, unit="ratio", provenance="modelled")
-    rows = compare(
-        [
-            Result(question="here", metric=metric, **place),
-            Result(question="as published", metric=metric, **place),
-        ]
-    )
+    ours = [Result(question=question, metric=metric, **place) for question in ("here", "as published")]
+    with pytest.raises(ValueError, match=r"M=32 / K=8 .*is given twice"):
+        compare([*ours, ours[0]])
+    rows = compare(ours)
     found = [c.question for c in rows if c.row == "M=32" and c.column == "K=8"]
     assert found == ["as published", "here"]
     assert len({c.key for c in rows}) == len(rows)

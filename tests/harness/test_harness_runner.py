@@ -18,7 +18,7 @@ from gpipe_bench.harness import environment
 from gpipe_bench.harness import experiment as experiments
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.runner import Reporter, reporter, run_experiment, sensible_jobs
+from gpipe_bench.harness.runner import Reporter, reporter, run_experiment, sensible_jobs, words
 
 
 def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):
@@ -229,6 +229,7 @@ def test_lines_say_what_happened_and_how_long_it_takes():
         "[3/3] step=3: failed: wheel [off], 0 s left",
         "1 of 3 cases were on record already",
     ]
+    assert [words(seconds) for seconds in (59.4, 250, 7500)] == ["59 s", "4 min 10 s", "2 h 5 min"]
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):

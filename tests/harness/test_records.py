@@ -277,6 +277,7 @@ def test_how_gpus_compute_is_kept_where_there_are_any(monkeypatch):
     module._driver.cache_clear()
     here = environment()
     module._driver.cache_clear()
+    assert here["gpus"][0]["memory_gib"] == 80
     assert here["gpu_driver"][0]["driver_version"] == "580.65.06"
     assert here["gpu_now"][0]["temperature.gpu"] == "71"
     numerics = here["gpu_numerics"]

@@ -83,12 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = ", ".join(step.name for step in STEPS)
     parser.add_argument("steps", nargs="*", metavar="NAME", help=names)
     parser.add_argument("--list", action="store_true", help="only say what each needs")
-    parser.add_argument(
-        "--minutes", type=float, default=8.5, help="after which it ends; default: %(default)g"
-    )
+    parser.add_argument("--minutes", type=float, default=8.5, help="then it ends; default: %(default)g")
     parser.add_argument("--profile", choices=("smoke", "full"), default="full", help="of each `run`")
-    help_of_results = "where records and what has ended lie; default: %(default)s"
-    parser.add_argument("--results", type=Path, default=STATE, help=help_of_results)
+    parser.add_argument("--results", type=Path, default=STATE, help="for the state; default: %(default)s")
     options = parser.parse_args(arguments)
     if unknown := set(options.steps) - {step.name for step in STEPS}:
         parser.error(f"no step is called {sorted(unknown)[0]!r}; there are {names}")
@@ -107,18 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             why = lacks(step, torch)
             print(f"{step.name:<20}{takes}{f'; skipped: {why}' * bool(why)}\n{'':<20}{step.gives}")
         return DONE
-    state, is_smoke = options.results.absolute(), options.profile == "smoke"
-    if is_smoke:
-        state /= "smoke"
+    state = options.results.absolute()
+    steps = [step for step in STEPS if step.name in options.steps or not options.steps]
+    if options.profile == "smoke":
+        print("tiny models: what they give says that the commands run here, and nothing of the paper")
+        state, steps = state / "smoke", [step._replace(minutes=1.0) for step in steps]
     records, out = state / "records", Path(os.environ.get("OUT") or state).absolute()
     records.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    if is_smoke:
-        print("tiny models: what they give says that the commands run here, and nothing of the paper")
-    steps = [step._replace(minutes=1.0) if is_smoke else step for step in STEPS]
-    status = _take([step for step in steps if step.name in options.steps or not options.steps], torch, state,
-                   options.profile, again=bool(options.steps),
-                   end_s=time.monotonic() + 60 * options.minutes)  # fmt: skip
+    end_s = time.monotonic() + 60 * options.minutes
+    status = _take(steps, torch, state, options.profile, again=bool(options.steps), end_s=end_s)
     if found := sorted(records.glob("*.jsonl")):
         (out / "records.jsonl").write_bytes(b"".join(path.read_bytes() for path in found))
     return status
@@ -145,17 +140,15 @@ def _take(
             if code is None:
                 print(f"== {step.name}: the time is over; the next call goes on", flush=True)
                 break
-            records = state / "records"
-            lines = of_step(shlex.split(step.arguments), records) if is_run else ["all pass"] * (code == 0)
-            for line in lines:
+            words = shlex.split(step.arguments)
+            found = of_step(words, state / "records") if is_run else ["all pass"] * (code == 0)
+            for line in (*found, *[f"exit status {code}"] * (code != 0)):
                 print(f"== {step.name}: {line}", flush=True)
+            status = FAILED if code else status
             # A step that a signal ended is due again, and so are tests that failed.
             if code == 0 or (code > 0 and is_run):
                 with list_of_ended.open("a") as file:
                     file.write(f"{step.name}\n")
-            if code:
-                print(f"== {step.name}: exit status {code}", flush=True)
-                status = FAILED
     return status
 
 
@@ -169,9 +162,7 @@ def command(step: Step, records: Path, profile: str = "full") -> list[str]:
 
 
 def _one(words: Sequence[str], end_s: float, *, quiet: bool = False) -> int | None:
-    """The exit status; None where it was interrupted because the time is over. `quiet`: its standard output
-    is on record.
-    """
+    """The exit status, None if the time was over. `quiet`: its standard output is on record."""
     variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     with program(
         words, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.DEVNULL if quiet else None
@@ -185,10 +176,8 @@ def _one(words: Sequence[str], end_s: float, *, quiet: bool = False) -> int | No
             return None
 
 
-def lacks(step: Step, torch: dict[str, Any] | str) -> str:
-    """A requirement of the step that this machine does not meet, in words, with the remedy."""
-    if isinstance(torch, str) or not torch["gpus"]:
-        return "needs a GPU"
+def lacks(step: Step, torch: dict[str, Any]) -> str:
+    """A requirement of the step that this machine, which has a GPU, does not meet, with the remedy."""
     if len(torch["gpus"]) < step.gpus:
         return f"needs {step.gpus} GPUs"
     if torch["gib"] < step.memory_gib:
@@ -233,23 +222,24 @@ def _fits(records: Sequence[Record]) -> Iterator[str]:
     for (half, precision), group in groupby(records, key=lambda r: (r.case["half"], r.case["precision"])):
         said = []
         for record in group:
-            peaks = {name: record.metric(f"{name} peak") for name in ("measured", "modelled")}
-            how = "measured" if record.details["fits"] else "modelled"
-            gib = (getattr(peaks[how], "value", None) or 0) / GIB
-            fits = "fits" if record.details["fits"] else "does not fit"
+            fits, how = ("fits", "measured") if record.details["fits"] else ("does not fit", "modelled")
+            gib = (getattr(record.metric(f"{how} peak"), "value", None) or 0) / GIB
             said.append(f"{record.case['column']} {fits} ({gib:.2f} GiB {how})")
         cap = HALVES[str(half)].cap_gib
         yield f"{half} in {precision} under {cap:g} GiB: {', '.join(said)}; the paper: all of these fit"
 
 
 def _beside(records: Sequence[Record]) -> Iterator[str]:
-    """How the numbers stand to the paper's, where these records answer any, and what found no room."""
+    """How the numbers stand to the paper's, what found no room, and whether the machine changed."""
     if not records:
         return
     from gpipe_bench.experiments.registry import load
     from gpipe_bench.harness.compare import compare
+    from gpipe_bench.harness.rounds import state_of
 
     for record in records:
+        if why := state_of(record)[1]:
+            yield f"{record.label}: {why}"
         for name, facts in record.details.get("cells", {}).items():
             if facts.get("out_of_memory"):
                 yield f"{record.label}: {name} did not run: {facts['out_of_memory']}"
@@ -313,11 +303,9 @@ def absent(requirements: Iterable[str]) -> list[str]:
     missing = []
     for requirement in requirements:
         name, least = re.match(r"([\w.-]+)(?:.*>=\s*([\d.]+))?", requirement).groups()  # type: ignore[union-attr]
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             if numbers(importlib.metadata.version(name)) >= numbers(least or ""):
                 continue
-        except importlib.metadata.PackageNotFoundError:
-            pass
         missing.append(requirement)
     return missing
 

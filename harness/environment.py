@@ -109,7 +109,7 @@ def _torch() -> dict[str, Any]:
     known = {"torch_threads": torch.get_num_threads(), "gpus": gpus, "cuda": torch.version.cuda}
     if not gpus:
         return known
-    return {**known, "gpu_numerics": _numerics(torch), "gpu_driver": _driver(), "gpu_now": _of_gpus(_NOW)}
+    return {**known, "gpu_numerics": _numerics(torch), "gpu_driver": _driver(), "gpu_now": of_gpus()}
 
 
 def _numerics(torch: Any) -> dict[str, Any]:
@@ -142,10 +142,10 @@ _NOW = (
 @functools.cache
 def _driver() -> list[dict[str, str]] | None:
     """For each GPU: its driver's version, its highest clocks and its power limit."""
-    return _of_gpus(("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit"))
+    return of_gpus(("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit"))
 
 
-def _of_gpus(asked: Sequence[str]) -> list[dict[str, str]] | None:
+def of_gpus(asked: Sequence[str] = _NOW) -> list[dict[str, str]] | None:
     lines = _said("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader").splitlines()
     return [dict(zip(asked, map(str.strip, line.split(",")), strict=False)) for line in lines] or None
 

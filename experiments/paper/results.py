@@ -133,7 +133,7 @@ class Found(NamedTuple):
     conditions: dict[str, str]
     usage: Usage  # over all rounds
     link: Link | None = None  # between accelerators, where it could be measured
-    memory: Mapping[str, int] = {}  # of an accelerator's allocator, at most
+    gpu: Mapping[str, Any] = {}  # its clocks before and after, its allocator's memory at most
 
 
 def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, Any]]:
@@ -187,6 +187,7 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
     base = next(iter(cells.values()))["key"]
     metrics += normalised("throughput", throughput, base, "replayed")
     metrics += normalised("real throughput", real, base, "measured")
+    metrics += control_of(found)
     return metrics, {
         **job.facts(),
         "cells": cells,
@@ -202,8 +203,18 @@ def conditions_of(found: Sequence[Found]) -> dict[str, Any]:
         "processes": len(found),
         "conditions": [each.conditions for each in found],
         "used_by_others": used_by_others([each.usage for each in found]),
-        **({"memory": [dict(each.memory) for each in found]} if found[0].memory else {}),
+        **({"gpu": [dict(each.gpu) for each in found]} if found[0].gpu else {}),
     }
+
+
+def control_of(found: Sequence[Found]) -> list[Metric]:
+    """The first configuration against itself: not 1 where the machine changed, as by clocks that fall."""
+    for of_processes in zip(*(each.steps for each in found), strict=True):
+        step_s = [lay_out(each).makespan_s for each in by_turn(of_processes)]
+        if ratios := [first / second for first, second in zip(step_s[::2], step_s[1::2], strict=False)]:
+            note = "its first turn of a round / second"
+            return [from_samples("control", ratios, "ratio", provenance="replayed", note=note)]
+    return []
 
 
 def link_of(found: Sequence[Found], device: str) -> Link:
@@ -315,6 +326,7 @@ def replayed(
             for k, several in rounds.items()
         ]
         metrics += normalised("throughput", rates, {"link": name, "K": plan[0].num_stages}, "replayed")
+    metrics += control_of(found)
     stages = {
         f"K={k}": {
             "num_stages": k, "actions": of.to_data(),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.harness.environment import usable_cores
+from gpipe_bench.harness.environment import of_gpus, usable_cores
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.rounds import Usage, turns
@@ -116,9 +116,10 @@ def run_processes(
 def work(job: Job) -> Found:
     """Takes all steps of a case. Runs in every process at once, or in one alone."""
     training = Training(job)
-    apart = devices.is_accelerator(training.device) and _has_others()
-    link = measured_link(training.device) if apart else None
+    on_gpu = devices.is_accelerator(training.device)
+    link = measured_link(training.device) if on_gpu and _has_others() else None
     settle()
+    gpu: dict[str, Any] = {"before": of_gpus()} if on_gpu else {}
     layers_s: dict[int, tuple[float, ...]] = {}
     too_large: dict[int, str] = {}  # errors, by the size of micro-batches of which no layer can be timed
 
@@ -142,9 +143,10 @@ def work(job: Job) -> Found:
     start = Usage.now()
     for each in turns(list(configurations.values()), job.rounds, job.seed):
         each.take_turn()
-    used, memory = Usage.now().since(start), dict[str, int]()
-    if devices.is_accelerator(training.device):
-        memory = {
+    used = Usage.now().since(start)
+    if on_gpu:
+        gpu |= {
+            "after": of_gpus(),  # at once: an idle GPU lowers its clocks
             "peak_bytes": devices.peak_bytes(training.device),
             "reserved_bytes": torch.accelerator.max_memory_reserved(training.device),
             "alloc_retries": torch.accelerator.memory_stats(training.device).get("num_alloc_retries", 0),
@@ -154,7 +156,7 @@ def work(job: Job) -> Found:
         found.get(index) or Steps(out_of_memory=too_large[each.microbatch_size])
         for index, each in enumerate(job.configurations)
     )
-    return Found(tuple(steps), copy_bandwidth(training.device), conditions(), used, link, memory)
+    return Found(tuple(steps), copy_bandwidth(training.device), conditions(), used, link, gpu)
 
 
 class Training:

@@ -8,18 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-NAMES = (
-    "launches",
-    "syncs",
-    "copies",
-    "pageable",
-    "mallocs",
-    "frees",
-    "pinned",
-    "events",
-    "waits",
-    "connections",
-)
+NAMES = "launches", "syncs", "copies", "pageable", "mallocs", "frees", "pinned", "connections"
 # What holds up a host, or the device: none of it belongs into a step.
 HELD_UP = ("syncs", "pageable", "mallocs", "frees", "pinned")
 

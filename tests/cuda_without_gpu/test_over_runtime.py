@@ -17,20 +17,13 @@ import over_nccl
 import pytest
 import torch
 from counting import counting, held_up, runtime
+from made_up_steps import job_of
 from torch import Tensor, distributed, nn
 
 from gpipe_bench.experiments.paper import steps
+from gpipe_bench.experiments.paper.workloads import Configuration
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline import (
-    Boundary,
-    Kind,
-    Pipeline,
-    Profiler,
-    devices,
-    gpipe,
-    launch,
-    pipeline_memory,
-)
+from gpipe_bench.pipeline import Boundary, Kind, Pipeline, Profiler, devices, gpipe, launch, pipeline_memory
 from gpipe_bench.pipeline.memory.profile import precision
 from gpipe_bench.pipeline.ranks.failure import nccl_options
 from gpipe_bench.pipeline.stage.stage import Stage
@@ -342,6 +335,13 @@ def test_a_clock_that_has_risen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     x = torch.zeros(2, 4, 8, 8, device="cuda")
     with pytest.warns(UserWarning, match="had begun with layers 0, 1, .* before the host had asked"):
         steps.alone(_middle_layers(), lambda y, t: y.sum(), x, x, x.device)
+
+
+def test_the_state_of_the_gpus_is_read_before_and_after_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter(["before", "after"])
+    monkeypatch.setattr(steps, "of_gpus", lambda: next(states))
+    taken = steps.work(job_of(Configuration(2, 2, 4), device="cuda"))
+    assert [taken.gpu[when] for when in ("before", "after")] == ["before", "after"]
 
 
 def test_a_missing_index_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,9 +225,12 @@ def test_numbers_beside_the_papers_are_counted_and_what_found_no_room_is_named(
     monkeypatch.setattr(
         "gpipe_bench.experiments.registry.load", lambda name: SimpleNamespace(cells=lambda records: results)
     )
-    also = done(part="replay error", model="transformer")
+    fell = Metric("control", 0.8, "ratio", "replayed", low=0.79, high=0.81)
+    also = done(fell, part="replay error", model="transformer")
     assert list(sentences([ran, also])) == [
-        "model=transformer batch=fixed: naive-1 did not run: CUDA out of memory", "2 cases are done",
+        "model=transformer batch=fixed: naive-1 did not run: CUDA out of memory",
+        "part=replay error model=transformer: void: the control is 0.800 [0.790, 0.810], not 1: the machine "
+        "changed while it measured; measure again", "2 cases are done",
         "2 numbers stand beside the paper's, half of them within 20 % of it",
     ]  # fmt: skip
 

@@ -17,20 +17,13 @@ from scipy.stats import t
 from torch import nn
 
 from gpipe_bench.experiments.paper import steps as timed_steps
-from gpipe_bench.experiments.paper.evidence import (
-    prediction_interval,
-    replayed_spread,
-)
-from gpipe_bench.experiments.paper.results import (
-    check_ran,
-    lay_out,
-    results,
-    take_apart,
-)
+from gpipe_bench.experiments.paper.evidence import prediction_interval, replayed_spread
+from gpipe_bench.experiments.paper.results import Steps, check_ran, lay_out, results, take_apart
 from gpipe_bench.experiments.paper.steps import work
 from gpipe_bench.experiments.paper.workloads import Configuration
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.reproduction import of_quotient
+from gpipe_bench.harness.rounds import void_by
 from gpipe_bench.pipeline import Event, Kind, Link, Timeline, gpipe, launch, replay
 
 
@@ -200,6 +193,14 @@ def test_ratios_and_errors_come_from_the_action_times():
     provenances = {metric.name: metric.provenance for metric in metrics}
     assert (provenances["step"], provenances["real step"]) == ("replayed", "measured")
     assert json.loads(json.dumps(details))["cells"]["K=2 M=4"]["counts"] == {"F": 8}
+
+
+def test_a_clock_that_falls_within_each_round_is_seen_by_the_control():
+    there, back = timed(), timed(unit_s=0.0125)
+    falling = found(Steps(there.partition, [there, back] * 3))
+    metrics, _ = results(job_of(Configuration(2, 4, 32)), [falling])
+    assert value(metrics, "control") == pytest.approx(0.8, rel=0.01)
+    assert void_by(metrics[-1]).startswith("the control is 0.80")
 
 
 # How far a replay may be off

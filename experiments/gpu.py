@@ -164,9 +164,8 @@ def command(step: Step, records: Path, profile: str = "full") -> list[str]:
 def _one(words: Sequence[str], end_s: float, *, quiet: bool = False) -> int | None:
     """The exit status, None if the time was over. `quiet`: its standard output is on record."""
     variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
-    with program(
-        words, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.DEVNULL if quiet else None
-    ) as process:
+    env, stdout = os.environ | variables, subprocess.DEVNULL if quiet else None
+    with program(words, cwd=ROOT, env=env, stdout=stdout) as process:
         try:
             return process.wait(max(1.0, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -1,6 +1,4 @@
-"""Describes the machine, the software and the code that a number came from. A fact that can't be found out is
-None; torch's facts are there if the experiment has loaded torch.
-"""
+"""Describes the machine, the software and the code that a number came from; None for what can't be found."""
 
 from __future__ import annotations
 

@@ -209,6 +209,8 @@ def _status(result: RunResult, comparisons: Sequence[Comparison], arguments: arg
     said = [f"failed: {record.label}: {record.reason}" for record in result.failed]
     if result.failed:
         said += [f"tracebacks are in the records, {results}/{arguments.name}.jsonl; run again to retry"]
+    if any("No module named" in record.reason for record in result.failed):
+        said += [f"`{program()} list --machine` says how to get what is missing"]
     if result.unsaved:
         said += [f"error: {len(result.unsaved)} results could not be written to {results}"]
     status = CASE_FAILED if said else DONE

@@ -1,8 +1,7 @@
 """What a case of timed steps comes to: actions laid out on devices, numbers, and how far the replay errs.
 
-Action times come from whole steps of the pipeline and keep their samples. A replay leaves things out, so it
-errs. Some of the steps that it lays out run on real devices in the same rounds, and each model of a timed
-table also takes a dozen steps with a device for each stage: their errors say where the next one will be.
+Action times come from whole steps of the pipeline and keep their samples. A replay errs, so some of the steps
+that it lays out run on real devices, in the same rounds: their errors say where the next one will be.
 """
 
 from __future__ import annotations

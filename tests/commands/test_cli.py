@@ -59,10 +59,12 @@ def test_json_is_records_and_nothing_else(tmp_path):
 
 
 def test_a_failed_case_is_status_3_and_everything_else_is_done(tmp_path):
-    status, out, err = run_fake(tmp_path, FAKE_STEP_2="crash", FAKE_STEP_4="memory", FAKE_STEP_5="skip")
+    steps = {"FAKE_STEP_2": "crash", "FAKE_STEP_3": "package", "FAKE_STEP_4": "memory", "FAKE_STEP_5": "skip"}
+    status, out, err = run_fake(tmp_path, **steps)
     assert status == 3
     assert "failed: step=2 kind=even: RuntimeError: the wheel came off" in err
     assert "fake.jsonl; run again to retry" in err
+    assert "list --machine` says how to get what is missing" in err
     assert "Traceback" not in err
     assert re.search(r"answer .* differs", out), "what ran out of memory"
     whole = " ".join(call("compare", "fake", "--full", "--results", tmp_path)[1].split())
@@ -70,7 +72,7 @@ def test_a_failed_case_is_status_3_and_everything_else_is_done(tmp_path):
     assert "ran out of memory here: MemoryError: no room for 3 GiB" in whole
     assert "skipped: needs 8 devices" in whole
     records = lines((tmp_path / "fake.jsonl").read_text())
-    assert [record["status"] for record in records] == ["done", "failed", "done", "out_of_memory", "skipped"]
+    assert [record["status"] for record in records] == ["done", "failed", "failed", "out_of_memory", "skipped"]
     assert "the wheel came off" in records[1]["details"]["traceback"]
 
 

@@ -153,9 +153,7 @@ def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatc
     monkeypatch.setenv("FAKE_MEETING", str(tmp_path / "meeting"))
     result, seen = go(store, UNTIMED, jobs=2)
     assert store.load("fake").records[0].case["step"] == 2, "stored at once"
-    assert [record.case["step"] for record, _ in seen] == sorted(steps(log)) == [1, 2, 3, 4, 5], (
-        "said in turn"
-    )
+    assert [record.case["step"] for record, _ in seen] == sorted(steps(log)) == [1, 2, 3, 4, 5]
     assert [record for record, _ in seen] == result.records
     assert {record.status for record in result.records} == {"done"}
     assert (result.ran, result.reused, result.signal) == (5, 0, None)

@@ -1,7 +1,4 @@
-"""At fixed M and schedule the number of stages changes no bit, with dropout, drop path and batch
-normalization on; nor does going on from a checkpoint. And the random streams that this takes: one per (seed,
-step, layer, micro-batch), whatever runs around them.
-"""
+"""At fixed M and schedule, neither the number of stages nor going on from a checkpoint changes a bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Layers that change their buffers, or their input, in the forward: they train as in the plain model,
-recomputed or not, and what cannot be is refused. Batch normalization: normalized by the micro-batch,
-remembered by the mini-batch, once.
-"""
+"""Layers that change their buffers or their input in the forward train as in the plain model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Named schedules: valid for every size, as long and as full as published, and drawn as they are; generated
-ones: valid, under their memory cap, and never longer than a named one.
-"""
+"""Named schedules are as published, whatever their size; generated ones are never longer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Schedules are data: what they contain, in which order, what follows from them, what they recompute, what is
-refused, when their receives are posted, and how torch's runtime reads and writes them. Workers may hold
-several stages.
-"""
+"""Schedules are data: what they contain and refuse, and how torch's runtime reads and writes them."""
 
 from __future__ import annotations
 

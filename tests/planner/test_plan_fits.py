@@ -25,9 +25,7 @@ REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)
 
 
 def test_a_plan_fits_into_the_smallest_peak() -> None:
-    """For every schedule, a plan fits into the smallest peak, message buffers included. One worker has halves
-    of backwards if nothing else is to be tried, but none under ZeRO-3.
-    """
+    """For every schedule, message buffers included; one worker has halves where nothing else is tried."""
     model, request, halves = planned("plain", 4), replace(REQUEST, batch_size=4), Space(schedules=("zb-h1",))
     few = Space(pp=(2,), schedules=("1f1b",), sharded=False)
     for space in (Space(), few, Space(schedules=("v-half",)), halves, replace(halves, pp=(1,))):

@@ -54,6 +54,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
     match os.environ.get(f"FAKE_STEP_{step}"):
         case "crash":
             raise RuntimeError("the wheel came off\nwith details")
+        case "package":
+            raise ModuleNotFoundError("No module named 'axle'")
         case "memory":
             raise MemoryError("no room for 3 GiB")
         case "killed":

@@ -71,9 +71,9 @@ def test_a_failed_case_is_status_3_and_everything_else_is_done(tmp_path):
     assert "failed: RuntimeError: the wheel came off" in whole
     assert "ran out of memory here: MemoryError: no room for 3 GiB" in whole
     assert "skipped: needs 8 devices" in whole
-    records = lines((tmp_path / "fake.jsonl").read_text())
-    assert [record["status"] for record in records] == ["done", "failed", "failed", "out_of_memory", "skipped"]
-    assert "the wheel came off" in records[1]["details"]["traceback"]
+    found = lines((tmp_path / "fake.jsonl").read_text())
+    assert [each["status"] for each in found] == ["done", "failed", "failed", "out_of_memory", "skipped"]
+    assert "the wheel came off" in found[1]["details"]["traceback"]
 
 
 def test_assert_fails_on_deviations_after_printing(tmp_path):

@@ -4,8 +4,6 @@ The code that predicts the paper's tables predicts torchgpipe's published speeds
 results/torchgpipe.csv), and the size of a model that the paper quotes. Half a minute on any machine:
 
     python -m experiments run predictions
-
-Expected: ratios of speeds come closer than speeds, for which the share of its peak that a GPU reaches counts.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Bytes: storages of a layer followed from birth to death, peaks of a stage, and cuts under a cap."""
+"""Predicts peak memory from traces of each layer's storages: of stages, workers and partitions."""

@@ -1,7 +1,7 @@
-"""Peak bytes of a worker whose stages are held by several processes: replicas, or shards of parameters.
+"""The peak memory of a worker whose stages several processes hold: data parallelism and ZeRO.
 
-The same walk as `workers`, with what the grid adds to it. n holders of a stage whose layers have P bytes of
-parameters and G of gradients:
+Computed as in `workers`, plus what replicas or shards add. For n processes that hold a stage, and a stage
+with P bytes of parameters and G bytes of gradients:
 
                       dp                     ZeRO-2                        ZeRO-3
     always            P                      P / n                         P / n
@@ -17,8 +17,8 @@ parameters and G of gradients:
     last B            a bucket more, while   messages of the layers that   in every B the same
                       it is copied           are through, until its end
 
-Every layer is gathered and scattered by itself; shards of a tensor are rounded up. What the backend of
-torch.distributed allocates of its own is left out.
+Each layer is gathered and scattered separately; shards of a tensor are rounded up. Memory of
+torch.distributed's backend is left out.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .workers import Ahead, action_bytes, workers_of
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the processes that hold a stage keep its parameters. `ValueError` for what there is not.
+    """How the processes that hold a stage divide its parameters. `ValueError` for an impossible division.
 
     Args:
-        replicas: processes that have all of them, or the same shards; dp
-        shards: processes that have a part each; fsdp
-        level: of ZeRO: 2 gathers once in a step, 3 in every pass; of no account where there is one shard
-        bucket_bytes: gradients that replicas sum together; as the engine has it if not given
-        gathered_share: of a parameter's bytes, what is gathered of it and what its whole gradient takes: half
+        replicas: processes with all parameters, or with the same shards; the size of dp
+        shards: processes with a shard each; the size of fsdp
+        level: of ZeRO: 2 gathers once per step, 3 in every pass; ignored with one shard
+        bucket_bytes: size of gradient buckets that replicas sum; default: the engine's
+        gathered_share: size of a gathered parameter and of its whole gradient, relative to the parameter: 0.5
             where shards of 32 bits are gathered in 16
     """
 
@@ -62,7 +62,7 @@ class Sharing:
         return -(-num_bytes // self.shards)
 
     def gathered(self, num_bytes: int) -> int:
-        """Bytes that parameters of `num_bytes` take while they are gathered."""
+        """Bytes of parameters of `num_bytes` while they are gathered."""
         return int(self.gathered_share * num_bytes)
 
 
@@ -71,10 +71,10 @@ class HeldStage:
     """Bytes that one process holds of a stage that other processes hold as well.
 
     Args:
-        step: in the actions of a step
-        rest: in the optimizer's step
-        first: more than `step` says, in the first forward, without and with a graph
-        last: in the last backward: a B that is the stage's only one, a later one, the only W, a later W
+        step: bytes in the actions of a step
+        rest: bytes in the optimizer's step
+        first: bytes to add in the first forward, without and with a graph
+        last: bytes to add in the last backward: an only B, a later B, an only W, a later W
     """
 
     step: StageBytes
@@ -84,7 +84,7 @@ class HeldStage:
 
 
 def shared_stage(whole: StageBytes, sharing: Sharing) -> HeldStage:
-    """Returns what a process holds of a stage whose unshared bytes are known."""
+    """Returns the bytes per process of a stage, from its bytes on a single process."""
     assert whole.trace is not None, "it is made of layers"
     if sharing.shards == sharing.replicas == 1:
         return HeldStage(whole, whole)
@@ -95,7 +95,7 @@ def shared_stage(whole: StageBytes, sharing: Sharing) -> HeldStage:
 
 
 class _Layers:
-    """Bytes of the parameters and passes of a stage's layers, by layer."""
+    """By layer of a stage: bytes of parameters and gradients, and of each pass."""
 
     def __init__(self, trace: StageTrace, sharing: Sharing) -> None:
         self.sharing = sharing
@@ -110,7 +110,7 @@ class _Layers:
 
 
 def _pass(trace: StageTrace, found: Sequence[LayerBytes], *, back: bool = False) -> list[LayerBytes]:
-    """A pass over a stage's layers, in the order of the forward, with the loss in the last of them."""
+    """A pass over a stage's layers, in the order of the forward; the loss counts in the last layer."""
     *rest, last = found[: len(trace.stage)]
     for loss in found[len(trace.stage) :]:
         fullest = max(last.fullest, loss.fullest, key=lambda each: each.total)
@@ -126,8 +126,8 @@ def grid_peak_bytes(
     *,
     receive_ahead: Ahead = 1,
 ) -> tuple[int, ...]:
-    """Most bytes that each worker holds in a training step; arguments and errors as of `workers.peak_bytes`.
-    `ValueError` also for split backwards where every pass gathers.
+    """Peak bytes of each worker in a training step; arguments and errors are those of `workers.peak_bytes`,
+    and `ValueError` for split backwards at ZeRO level 3.
     """
     in_step = action_bytes([stage.step for stage in stages], schedule, optimizer, receive_ahead=receive_ahead)
     for index, stage in enumerate(stages):
@@ -145,21 +145,21 @@ def grid_peak_bytes(
 
 
 def _replicated(whole: StageBytes, each: _Layers) -> HeldStage:
-    """Buckets are copied while the gradients that they take the place of are there."""
+    """A bucket is a copy of gradients that are freed after it is made."""
     buckets = _buckets(each.trained_sizes, each.sharing.bucket_bytes)
 
     def last(found: Sequence[LayerBytes], moment: Bytes) -> int:
         most = max((found[layer].after + size for layer, size in buckets), default=0)
         return max(most - moment.total, 0)
 
-    # W gives autograd the gradients of many layers at once, and buckets leave as it takes them in.
+    # W computes the gradients of many layers at once; autograd takes them in bucket by bucket.
     most = max((size for _, size in buckets), default=0)
     ends = (last(each.first, whole.backward_first), last(each.later, whole.backward), most, most)
     return HeldStage(whole, whole, last=ends)
 
 
 def _buckets(sizes: Sequence[Sequence[int]], bucket_bytes: float | None) -> list[tuple[int, int]]:
-    """Layer in whose backward each bucket closes, and its bytes, in the order of a backward."""
+    """The layer whose backward closes each bucket, and the bucket's bytes, in the order of a backward."""
     enough_bytes = bucket_bytes_of(sum(map(sum, sizes))) if bucket_bytes is None else bucket_bytes
     found, size = [], 0
     for layer in range(len(sizes) - 1, -1, -1):
@@ -180,18 +180,18 @@ def _gathered_once(whole: StageBytes, each: _Layers) -> HeldStage:
     )
 
     def first(found: Sequence[LayerBytes], moment: Bytes) -> int:
-        """Bytes that the first forward holds beyond `moment`, while a layer's gathered message is copied."""
+        """Bytes of the first forward beyond `moment`, while gathered messages are copied."""
         most = max(one.before + own for one, own in zip(found, parameters, strict=True))
         return max(most - moment.total, 0)
 
     def last(found: Sequence[LayerBytes], moment: Bytes) -> int:
-        """Bytes that the last backward holds beyond `moment`; messages with gradients stay until B ends."""
+        """Bytes of the last backward beyond `moment`; messages with gradients stay until B ends."""
         most, gone, message = 0, 0, 0
         for layer in range(len(parameters) - 1, -1, -1):
             most = max(most, found[layer].fullest.total - gone + message)
             if not parameters[layer]:
                 continue
-            gone += parameters[layer]  # given up before the gradients are copied
+            gone += parameters[layer]  # freed before the gradients are copied
             most = max(most, found[layer].after - gone + message + each.gradients[layer])
             message += each.gradients[layer]
             gone += each.gradients[layer] - each.shards[layer]
@@ -208,14 +208,14 @@ def _gathered_always(whole: StageBytes, each: _Layers) -> HeldStage:
 
     def ahead(found: Sequence[LayerBytes]) -> Bytes:
         most = 0
-        for one, own in zip(found, parameters, strict=True):  # the message beside what it is copied to
+        for one, own in zip(found, parameters, strict=True):  # a message and its copy are alive together
             most = max(most, one.before + 2 * own, one.fullest.total + own)
         return Bytes(transients=most)
 
     def back(*, first: bool) -> Bytes:
-        """Whole gradients of a layer are there until they are scattered, shards from the first B on."""
+        """A layer's whole gradients live until they are scattered, shards from the first B on."""
         found, most, message = each.first, 0, 0
-        gone = 0  # whole gradients of layers that are through
+        gone = 0  # whole gradients of layers that are done
         for layer in range(len(parameters) - 1, -1, -1):
             most = max(most, found[layer].fullest.total - gone + parameters[layer] + message)
             if not parameters[layer]:
@@ -239,7 +239,7 @@ def _gathered_always(whole: StageBytes, each: _Layers) -> HeldStage:
 
 
 def _with_shards(whole: StageBytes, each: _Layers) -> StageBytes:
-    """The stage with shards of its parameters, gradients and states alone."""
+    """The stage with only the shards of its parameters, gradients and optimizer state."""
     trained = tuple(map(each.sharing.part, whole.trained_sizes))
     return replace(
         whole, parameter_bytes=each.shard_bytes, trained_sizes=trained, gradient_bytes=sum(trained)

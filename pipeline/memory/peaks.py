@@ -1,28 +1,28 @@
-"""The bytes of a worker: numbers of micro-batches times bytes of its stages (`stage_bytes`).
+"""The peak memory of a worker: numbers of micro-batches in flight, times the bytes of its stages.
 
     gpipe, remat, M = 3     F0  F1  F2  R2  B2  R1  B1  R0  B0
     boundary inputs held     1   2   3   3   3   2   2   1   1      one per micro-batch in flight
     graphs held              0   0   0   1   1   1   1   1   1      one at a time
 
-What is alive when follows from the schedule alone. So a row is walked once in numbers (`row_moments`), and
-the bytes of stages take the place of the numbers for one cut or for hundreds (`Worker`). The stages of a
-worker are full at different times, so at every action what they hold then is added up, and not their peaks.
+What is alive follows from the schedule alone. So a row is walked once in numbers of micro-batches
+(`row_moments`), which are multiplied by the bytes of stages, for one cut or for hundreds (`Worker`). Stages
+of one worker peak at different times, so their bytes are added action by action, and not their peaks.
 
-Peaks are those of a steady training step: optimizer state exists, gradients are set to None between steps and
-appear at the first backward; the optimizer updates one tensor at a time (`foreach=False`). Micro-batches are
-of one size: profiles of the larger ones bound a step whose last micro-batches have an example less. Left out:
-the loss values that the last stage collects, one number per micro-batch.
+Peaks are those of a steady training step: optimizer state exists; gradients are None between steps and appear
+in the first backward; the optimizer updates one tensor at a time (`foreach=False`). All micro-batches have
+the same size: profiles of the larger ones bound a step with unequal ones. The losses that the last stage
+collects, a number per micro-batch, are left out.
 
-Re-materialization copies what changes under a stage's hands between F and R. Of an input that a layer
-overwrites F and R each work on a copy; of a buffer that a layer updates each micro-batch that waits for its R
-has a copy, and R works on one more; of a buffer that stays as it is all have one copy:
+Re-materialization copies what changes between F and R. Of an input that a layer overwrites, F and R use a
+copy each. A buffer that a layer updates is copied for each micro-batch that waits for its R, and once more
+for R. Other buffers are copied once:
 
     overwritten input, in one process     F           waits     R           R .. B
     as it was received                    1           1         until it    -
     copy                                  1           -         is copied   1
 
-Inputs that are there anyway do not count: the first stage has the mini-batch of the user. Over processes a
-buffer of the ring holds what was received until the end of B, and the copy comes on top.
+Inputs in memory that exists anyway do not count, as the user's mini-batch on the first stage. Between
+processes, a buffer of the ring holds the received input until the end of B, and the copy comes on top.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from typing import NamedTuple
 from ..plan.schedule import Action, Kind
 from .stage_bytes import Bytes, Halves, StageBytes
 
-# In numbers of micro-batches
+# Counts of micro-batches
 
 
 class Counts(NamedTuple):
-    """Numbers of micro-batches of which a stage holds something."""
+    """How many micro-batches a stage holds something of."""
 
-    whole: int  # boundary inputs held whole: of those without a graph, its own in F and R
-    graphs: int  # graphs, with their parts of the boundary inputs; of others in an action
-    halves: int  # between I and W; others in an action
+    whole: int  # whole inputs held: of micro-batches without a graph, and of the one in F or R
+    graphs: int  # graphs and the inputs they keep; without the action's own
+    halves: int  # micro-batches between I and W; without the action's own
     inputs_ahead: int  # posted receives of further inputs
-    gradients: int  # gradients received or posted, beside the one that a backward works on
-    unrecomputed: int  # that wait for their R, those in F and R too
-    after_backward: int  # 1 when a B or W is done
-    after_inputs: int  # 1 when a B or I is done
+    gradients: int  # received gradients and posted receives, without the one in use
+    unrecomputed: int  # that wait for their R, and those in F and R
+    after_backward: int  # 1 after the first B or W
+    after_inputs: int  # 1 after the first B or I
 
 
 class Step(NamedTuple):
-    """An action without sizes: whether its micro-batch is one whose forward runs twice; what it finds."""
+    """An action, whether its micro-batch is recomputed, and the counts it finds."""
 
     action: Action
     recomputed: bool
@@ -67,12 +67,12 @@ class Step(NamedTuple):
 
 
 Inbox = tuple[int, bool]
-"""The stage that waits for a message, and whether for a gradient."""
+"""The receiving stage of a message, and whether the message is a gradient."""
 
 
 class Moment(NamedTuple):
-    """An action of a worker: its step, what the worker's other stages hold, the messages that have come and
-    are not needed yet, if they are counted, and the bytes of those that have not left.
+    """An action of a worker: its step, counts of the worker's other stages, received messages not yet used
+    (if they are counted), and bytes of sends in progress.
     """
 
     step: Step
@@ -91,7 +91,7 @@ class StageCounter:
         self._to_receive = sum(action.kind is Kind.F for action in actions)
         self._to_send_back = sum(action.kind in (Kind.B, Kind.I) for action in actions)
         self._ahead = receive_ahead or 0
-        self._waits = receive_ahead is not None  # the gradient of what is recomputed has come
+        self._waits = receive_ahead is not None  # in R the gradient has already come
         self._whole = self._graphs = self._halves = 0
         self._unrecomputed = 0
         self._after_backward = self._after_inputs = 0
@@ -105,11 +105,11 @@ class StageCounter:
 
     @property
     def rest(self) -> Counts:
-        """Counts of what the stage holds while another stage works."""
+        """Counts between this stage's actions."""
         return self._counts(min(self._ahead, self._to_send_back) if self._after_inputs else 0)
 
     def take(self, action: Action) -> Step:
-        """Takes the next action and returns the counts that it finds."""
+        """Runs the next action and returns the counts that it finds."""
         kind, again = action.kind, action.microbatch in self._again
         if kind is Kind.F:
             self._to_receive -= 1
@@ -138,8 +138,8 @@ class StageCounter:
 
 @lru_cache(maxsize=1024)
 def steps(actions: tuple[Action, ...], receive_ahead: int = 0) -> tuple[Step, ...]:
-    """The distinct steps of a stage alone on its worker, without those that another one of their kind exceeds
-    in everything; the earliest of equals.
+    """The steps of a stage alone on its worker, without those that another step of their kind exceeds in
+    every count; of equal steps the first.
     """
     counter = StageCounter(actions, receive_ahead)
     alike: dict[object, list[Step]] = {}
@@ -156,8 +156,8 @@ def row_moments(
     receive_ahead: int | None,
     homes: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Iterator[Moment]:
-    """Each action of a worker's row, or of all workers in turn. `homes` are, for each stage whose messages
-    count, all stages of its worker; without them messages wait from a stage of the row for another.
+    """Each action of a worker's row, or of all workers in turn. `homes` gives, for each stage whose messages
+    count, all stages of its worker; without it, messages between stages of the row count.
     """
     if homes is None:
         stages = tuple(sorted({action.stage for action in actions}))
@@ -183,20 +183,20 @@ def row_moments(
             waiting[target] += 1
 
 
-# In bytes
+# Bytes
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """Bytes an optimizer needs per byte of parameter, beside the parameters and their gradients."""
 
-    state: int  # copies of the parameters kept between steps
-    temporaries: int  # parameter-sized temporaries while one parameter is updated, one tensor at a time
+    state: int  # parameter-sized tensors kept between steps
+    temporaries: int  # parameter-sized temporaries while one tensor is updated
     counts_steps: bool  # keeps a 4-byte step count for each parameter tensor
 
     @classmethod
     def named(cls, name: str) -> Optimizer:
-        """`ValueError` for an optimizer that is not known."""
+        """The optimizer of that name; `ValueError` if it is unknown."""
         if name not in OPTIMIZERS:
             raise ValueError(f"unknown optimizer {name!r}: use one of {', '.join(OPTIMIZERS)}")
         return OPTIMIZERS[name]
@@ -206,16 +206,16 @@ class Optimizer:
         return self.state * sum(sizes) + 4 * len(sizes) * self.counts_steps
 
     def update_bytes(self, sizes: tuple[int, ...]) -> int:
-        """Bytes of temporaries while it updates parameters of these sizes in turn; one of them lives on while
-        the next parameter is updated: a variable of torch's loop.
+        """Bytes of temporaries while it updates tensors of these sizes in turn; a variable of torch's loop
+        keeps one alive while the next tensor is updated.
         """
-        each = map(add, map(self.temporaries.__mul__, sizes), (0, *sizes))  # it stops with the sizes
+        each = map(add, map(self.temporaries.__mul__, sizes), (0, *sizes))  # as long as `sizes`
         return max(each, default=0) if self.temporaries else 0
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": Optimizer(state=0, temporaries=0, counts_steps=False),
-    # Mean square and momentum: with the value the paper's 12 bytes per float32 parameter.
+    # Mean square and momentum; with the parameter the paper's 12 bytes per float32 value.
     "rmsprop": Optimizer(state=2, temporaries=1, counts_steps=True),
     "adam": Optimizer(state=2, temporaries=2, counts_steps=True),
 }
@@ -223,14 +223,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The fullest moment of a stage in a training step, in bytes; the parts add up to the peak."""
+    """A stage's moment of peak memory in a training step, in bytes; the parts add up to the peak."""
 
     parameters: int
     buffers: int
     gradients: int
     optimizer_state: int
     boundary: int  # inputs kept per micro-batch, or buffers of messages; the mini-batch and its targets
-    activations: int  # held by the graphs of micro-batches in flight, recomputed or not
+    activations: int  # held by graphs of micro-batches in flight, recomputed ones too
     transients: int  # gradients of activations, passing outputs, temporaries, receive buffers
     when: str  # the action of the peak, or "optimizer"
 
@@ -243,7 +243,7 @@ class StageMemory:
 
     @property
     def working_set(self) -> int:
-        """Bytes that come and go in a step: the paper's "activation memory" without parameter gradients."""
+        """Bytes that come and go in a step: the paper's activation memory, without parameter gradients."""
         return self.boundary + self.activations + self.transients
 
 
@@ -260,27 +260,27 @@ class Parts(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a stage's messages come into."""
+    """The memory that a stage's messages are received in."""
 
-    inputs_there: bool = False  # into memory that is there anyway, as the first stage's are
-    gradients_there: bool = False  # the same of the gradients of its outputs
-    buffer_bytes: int = 0  # all of that memory, where it stays
+    inputs_there: bool = False  # received inputs need no memory of their own, as on the first stage
+    gradients_there: bool = False  # received gradients need no memory of their own
+    buffer_bytes: int = 0  # of receive buffers that are kept
 
 
 NOWHERE = Place()
 
 
 class Placed:
-    """A stage where it stands, as vectors of bytes.
+    """A stage with its role in the pipeline: bytes per count and per action.
 
     Args:
         stage: what it holds of a micro-batch.
         rule: the optimizer.
-        num_microbatches: of a step.
+        num_microbatches: in a step.
         is_first: whether it is the first stage, whose inputs are the user's.
-        recomputes: whether anything is recomputed.
-        stays: whether what was received stays until the end of B, as over processes.
-        place: where its messages come into.
+        recomputes: whether any of its micro-batches is recomputed.
+        stays: whether received inputs stay until the end of B, as between processes.
+        place: the memory of its messages.
     """
 
     def __init__(
@@ -304,8 +304,8 @@ class Placed:
             received, kept, waits = stage.input_bytes, stage.kept_input_bytes, halves.kept_input_bytes
         gradient = 0 if place.gradients_there else stage.output_gradient_bytes
         self.message_bytes = (0 if place.inputs_there else stage.input_bytes, gradient)
-        # Copies of overwritten inputs that graphs hold, where the stage recomputes. A micro-batch that it
-        # does not recompute has none: an upper estimate.
+        # Copies of overwritten inputs that graphs hold, counted for all micro-batches where the stage
+        # recomputes any: an upper estimate.
         copied = again = 0
         if recomputes and self._is_apart:
             copied = stage.kept_copied_bytes
@@ -334,10 +334,10 @@ class Placed:
         self._sizes = tuple(map(sum, self._per_count))
         self._fixed_bytes = sum(self._fixed)
         self._known: dict[Counts, int] = {}
-        self._own: dict[object, Parts] = {}  # of actions that add the same
+        self._own: dict[object, Parts] = {}  # by Step.alike
 
     def bytes(self, counts: Counts) -> int:
-        """Bytes of the stage while another stage of its worker works; an action `adds` to them."""
+        """Bytes of the stage between its actions; `adds` gives what an action adds."""
         found = self._known.get(counts)
         if found is None:
             found = self._known[counts] = self._fixed_bytes + sum(map(mul, counts, self._sizes))
@@ -349,14 +349,14 @@ class Placed:
         return _sum([self._fixed, *[[count * each for each in parts] for count, parts in times]])
 
     def update(self) -> Parts:
-        """In the optimizer's step, when the copies of buffers are gone."""
+        """Bytes in the optimizer's step, when the copies of buffers are freed."""
         stage, buffers = self._stage, -self._copied_bytes
         gradients = stage.gradient_bytes - stage.summed_gradient_bytes
         temporaries = self._rule.update_bytes(stage.trained_sizes)
         return _sum([self._fixed, Parts(buffers=buffers, gradients=gradients, transients=temporaries)])
 
     def adds(self, step: Step) -> Parts:
-        """What an action adds. ValueError for a split backward without profiles of it."""
+        """Bytes that an action adds. `ValueError` for I and W without their profiles."""
         alike = step.alike
         if alike not in self._own:
             kind, stage = step.action.kind, self._stage
@@ -370,7 +370,7 @@ class Placed:
             if kind is Kind.R:
                 buffers, copied = stage.changing_buffer_bytes, stage.copied_input_bytes
                 if not (self._is_apart or self._stays):
-                    # The copy takes the place of what was received once it is made, before the first layer.
+                    # Before the first layer runs, the copy replaces the received input.
                     copied = max(copied - found.total, 0)
             self._own[alike] = Parts(
                 buffers=buffers,
@@ -394,7 +394,7 @@ class Placed:
             return found.without(stage.received_bytes) if self._place.gradients_there else found
         if kind is Kind.I:
             return halves.inputs
-        # The copy of a user's input that a recomputation works on waits for W as what is received does.
+        # A recomputation's copy of a user's input stays until W as a received input does.
         own = self._is_apart and not (step.recomputed and stage.copied_input_bytes)
         return halves.weights(first=not counts.after_backward, own=own)
 
@@ -404,19 +404,19 @@ def _sum(all_parts: Iterable[Sequence[int]]) -> Parts:
 
 
 class Worker:
-    """The memory of all stages of a worker; of ``rests`` in the optimizer's step, where they hold other."""
+    """The memory of a worker. ``rests`` are its stages in the optimizer's step, if they differ."""
 
     def __init__(self, stages: Mapping[int, Placed], rests: Mapping[int, Placed] | None = None) -> None:
         self._stages, self._rests = stages, stages if rests is None else rests
 
     def update(self) -> StageMemory:
-        """In the optimizer's step: one parameter is updated at a time, whichever stage it is of."""
+        """Bytes in the optimizer's step, which updates one tensor at a time, of any stage."""
         each = [stage.update() for stage in self._rests.values()]
         found, temporaries = StageMemory(*_sum(each), "optimizer"), [parts[-1] for parts in each]
         return replace(found, transients=max(temporaries)) if len(each) > 1 else found
 
     def bytes(self, moment: Moment) -> int:
-        """Most bytes in an action."""
+        """Peak bytes in an action."""
         step, stages = moment.step, self._stages
         placed = stages[step.action.stage]
         others = [stages[stage].bytes(counts) for stage, counts in moment.others]
@@ -430,7 +430,7 @@ class Worker:
         return found
 
     def fullest(self, moments: Iterable[Moment], more: int = 0) -> StageMemory:
-        """Returns the worker's fullest moment, the first among equals; actions hold `more` bytes on top."""
+        """Returns the moment of the worker's peak, the first of equals; actions hold `more` bytes on top."""
         found, stages = self.update(), self._stages
         fullest = max(moments, key=self.bytes)
         if self.bytes(fullest) + more <= found.peak:

@@ -1,18 +1,16 @@
-"""What one layer costs in bytes, found by running it once on fake tensors of the real size.
+"""Profiles the memory of one layer by running it on fake tensors of the real size.
 
-Everything downstream adds up layer profiles, so a profile must say whether an input is kept by the layer's
-graph (its neighbour may keep the same storage), when in the backward pass it is let go, and how high the
-transients stand at that moment. It tells the *order of events*, which storage appears and dies when, of three
-traces:
+A stage's memory is computed from its layers' profiles. So a profile says which inputs the layer's graph keeps
+(a neighbour may keep the same storage), when the backward frees them, and what else is alive then: the *order
+of events*, which storage appears and dies when, in three traces:
 
     free     forward without a graph                                       (F under re-materialization)
     first    forward with a graph, backward that creates the gradients     (first B of a step)
     later    the same with a backward that accumulates into them           (every other B)
 
-Nothing of the real size is allocated: the layer runs on fake tensors, on the CPU device. A GPU's kernels may
-keep other things. Gradients of outputs are made up dense and in the order of the dimensions, so what a layer
-copies because its gradient has another layout is not seen. A few real kernels return a small result in a
-large workspace (the CPU's `mse_loss` a number in as many bytes as its input has), fake ones do not.
+Nothing of the real size is allocated. The layer runs as on the CPU; a GPU's kernels may keep other tensors.
+Gradients of outputs are dense and contiguous, so copies that a layer makes of gradients with another layout
+are missed, and so are a few kernels whose small result has a large storage (`mse_loss` on the CPU).
 """
 
 from __future__ import annotations
@@ -52,26 +50,26 @@ class ModelProfile(NamedTuple):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of all layers."""
+        """Number of trainable elements of all layers."""
         return sum(layer.num_parameters for layer in self.layers)
 
 
 @dataclass
 class Profiler:
-    """Profiles layers, each distinct one once: same configuration, same inputs, same precision.
+    """Profiles layers. Layers with the same configuration, inputs and precision are profiled once.
 
-    Layers are eager; what a compiled layer keeps is no more than that.
+    Layers run eagerly; a compiled layer keeps no more.
 
     Args:
-        autocast: dtype of mixed precision, None for none. Casts of weights are not cached, as in the engine.
-        attention: device whose kernels of attention the layers take (`ATTENTIONS`); with a GPU's, what
-            autocast computes in float32 there is so here.
-        number_format: dtype in which layers read their parameters without keeping copies of them; their own
-            sizes stay. With inputs of that dtype all activations and gradients in the traces have it.
-        split_backward: whether to profile the halves of a backward too, for schedules with I and W.
-        ties_apart: whether each layer counts a shared parameter as its own, as processes have it that hold
-            one of them each. Without it such layers are refused.
-        divided: makes the fake copy of a layer that one rank has of it (tensor parallelism).
+        autocast: dtype of mixed precision, None for none. As in the engine, casts of weights are not cached.
+        attention: attention kernels that layers use (`ATTENTIONS`); a GPU's also imply float32 for operations
+            that its autocast computes in float32.
+        number_format: dtype in which layers read their parameters without keeping copies; parameters count
+            with their own size. Give inputs of this dtype: all activations and gradients then have it.
+        split_backward: whether to profile I and W too, for schedules that split the backward.
+        ties_apart: whether each layer counts a shared parameter as its own, as separate processes do. If not,
+            layers that share one are refused.
+        divided: makes the fake copy of a layer as one rank of tensor parallelism has it.
     """
 
     autocast: torch.dtype | None = None
@@ -83,8 +81,8 @@ class Profiler:
     _known: dict[tuple[object, ...], LayerProfile] = field(default_factory=dict, repr=False)
 
     def layer(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int] = frozenset()) -> LayerProfile:
-        """The profile of one layer. ``unused`` are positions of outputs that nothing after it differentiates.
-        `ValueError` if it returns anything but tensors.
+        """The profile of one layer. ``unused`` are positions of outputs that get no gradient. `ValueError` if
+        it returns anything but tensors.
         """
         key = (signature(layer), inputs, unused)
         if key not in self._known:
@@ -98,9 +96,9 @@ class Profiler:
         inputs: Boundary,
         unused: frozenset[int] = frozenset(),
     ) -> tuple[LayerProfile, ...]:
-        """Profiles of layers in sequence, each fed with what the one before it returns. ``unused`` are
-        positions of the last one's outputs that nothing differentiates. `ValueError` if two layers share a
-        parameter, unless ``ties_apart``.
+        """Profiles of layers in sequence; each takes what the one before returns. ``unused`` are positions of
+        the last one's outputs that get no gradient. `ValueError` if two layers share a parameter, unless
+        ``ties_apart``.
         """
         modules, profiles = list(layers), list[LayerProfile]()
         owners: dict[nn.Parameter, int] = {}
@@ -115,7 +113,7 @@ class Profiler:
         for module in modules:
             profiles.append(self.layer(module, inputs))
             inputs = profiles[-1].outputs
-        # No gradient comes back for what the layers after do not use (AmoebaNet's last "previous" tensor).
+        # Outputs that the next layers do not use get no gradient (AmoebaNet's last "previous" tensor).
         for index in range(len(modules) - 1, -1, -1):
             if unused:
                 profiles[index] = self.layer(modules[index], profiles[index].inputs, unused)
@@ -129,8 +127,8 @@ class Profiler:
         inputs: Boundary,
         target: Boundary,
     ) -> ModelProfile:
-        """Profiles of all layers of a model and of its loss, which may leave outputs unused. Portals count as
-        passed on from layer to layer.
+        """Profiles of all layers of a model and of its loss, which may ignore outputs. A portal counts as
+        passed from layer to layer.
         """
         modules = passed_on(list(layers))
         profiles = self.chain(modules, inputs)
@@ -142,7 +140,7 @@ class Profiler:
     def loss(
         self, loss_fn: Callable[[Any, Tensor], Tensor], outputs: Boundary, target: Boundary
     ) -> LayerProfile:
-        """The loss as one more layer, which takes the outputs and the target."""
+        """The profile of the loss, as a layer that takes outputs and target."""
         return self.layer(LossLayer(loss_fn, outputs, target), outputs.join(target))
 
     def _run(self, given: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
@@ -156,7 +154,7 @@ class Profiler:
         outputs = run.outputs
         with torch.no_grad():
             free = run_of(layer).whole()
-        run = run_of(layer)  # which the buffers are told by: a table may have been made in the first
+        run = run_of(layer)  # the second run: in the first, the layer may have made a table
         later = run.whole()
         has_gradient = [p.grad is not None for p in layer.parameters()]
         halves = None
@@ -192,7 +190,7 @@ class Profiler:
 
 
 class LossLayer(nn.Module):
-    """A loss function as a layer that takes the tensors of the outputs, then those of the target."""
+    """A loss function as a layer that takes the tensors of outputs and target."""
 
     def __init__(self, loss_fn: Callable[..., Tensor], outputs: Boundary, target: Boundary) -> None:
         super().__init__()
@@ -205,7 +203,7 @@ class LossLayer(nn.Module):
 
 @contextmanager
 def precision(autocast: torch.dtype | None, attention: str = "cpu") -> Iterator[None]:
-    """Mixed precision as in the engine, on fake tensors, with the autocast of the device of `attention`."""
+    """The engine's mixed precision on fake tensors, with the autocast of `attention`'s device."""
     if autocast is None:
         yield
         return
@@ -215,7 +213,7 @@ def precision(autocast: torch.dtype | None, attention: str = "cpu") -> Iterator[
 
 
 class _GpusAutocast(TorchFunctionMode):
-    """Computes in float32 what autocast does on a GPU, and on a CPU does in 16 bits."""
+    """Computes in float32 the operations that a GPU's autocast does in float32 and a CPU's in 16 bits."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -260,9 +258,9 @@ FLOPS_PER_BYTE = 10
 
 
 def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]:
-    """An estimate of what each layer costs, the same on every machine and process: forward on one
-    micro-batch, in floating-point operations or what takes as long. `example` is a micro-batch, of which only
-    shapes and dtypes count; it may be on the meta device.
+    """Estimates the cost of each layer's forward on one micro-batch, in floating-point operations; bytes
+    moved count as FLOPS_PER_BYTE each. The result is the same on every machine. Of `example`, a micro-batch,
+    only shapes and dtypes count; it may be on the meta device.
     """
     costs = []
     with FakeTensors(), torch.no_grad():
@@ -271,7 +269,7 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
         )
         for layer, portals in zip(layers, portals_of(layers), strict=True):
             fake = fake_copy(layer)
-            own = value[0] if portals.arriving else value  # what passes the layer by costs it nothing
+            own = value[0] if portals.arriving else value  # portals that pass the layer cost it nothing
             moved = [*fake.parameters(), *tensors_of(own)]
             with FlopCounterMode(display=False) as counter:
                 value = portals.around(fake)(value)
@@ -283,18 +281,18 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
 
 
 def passed_on(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The layers of a model, each with the portals that pass it as part of what it takes and gives."""
+    """The layers of a model, each with passing portals among its inputs and outputs."""
     every = zip(layers, portals_of(layers), strict=True)
     return [_Passing(layer, portals) if any(portals) else layer for layer, portals in every]
 
 
 class _Passing(nn.Module):
-    """A layer as a stage of its own, which portals enter and leave."""
+    """A layer that also takes and returns the portals that pass it."""
 
     def __init__(self, layer: nn.Module, portals: Portals) -> None:
         super().__init__()
         self.layer = layer
-        # By their places, so that equal layers between other portals are equal.
+        # Named by position: equal layers between different portals stay equal.
         place = {name: str(i) for i, name in enumerate((*portals.arriving, *portals.stashes))}
         self.portals = Portals(*[tuple([place[name] for name in names]) for names in portals])
 
@@ -303,12 +301,12 @@ class _Passing(nn.Module):
 
 
 _NORMALIZATION_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-_MASK = 9  # its argument that says which gradients are asked for
+_MASK = 9  # index of its argument output_mask
 
 
 class FakeTensors(FakeTensorMode):
-    """Torch's fake tensors, but for the backward of a batch normalization whose input needs no gradient: it
-    makes none, and torch's rule for it makes one.
+    """Torch's fake tensors, except for the backward of a batch normalization whose input needs no gradient:
+    the real one makes none, torch's fake one does.
     """
 
     def __torch_dispatch__(
@@ -320,11 +318,10 @@ class FakeTensors(FakeTensorMode):
         return result
 
 
-# The attention of an accelerator, for layers that run on fake tensors of the CPU. Which kernel
-# `scaled_dot_product_attention` takes decides what a layer keeps: with dropout a CPU makes all weights, where
-# a GPU keeps none. So the operations that torch would take on the device are called by their names, and fake
-# tensors follow torch's rules for them. So is dropout: a GPU keeps a byte for each element, a CPU what it
-# multiplied by.
+# Attention as an accelerator computes it, for layers on fake CPU tensors. The kernel of
+# `scaled_dot_product_attention` decides what a layer keeps: with dropout a CPU's keeps all attention weights,
+# a GPU's none. So the operations of the device are called directly. The same holds for dropout: a GPU keeps a
+# byte per element, a CPU the scaled mask.
 #
 #     flash       GPUs since Ampere: in 16 bits and without a mask; otherwise as efficient
 #     efficient   older GPUs, and float32: where keys have as many heads as queries; otherwise as math
@@ -333,12 +330,12 @@ class FakeTensors(FakeTensorMode):
 
 ATTENTIONS = ("cpu", "math", "efficient", "flash")
 _MOST_CHANNELS = 256
-"""Largest number of channels of a head in the flash kernel."""
+"""Largest head dimension of the flash kernel."""
 
 
 @contextmanager
 def attention_of(kind: str) -> Iterator[None]:
-    """Layers that run inside take this attention, one of ATTENTIONS, if they call torch's by its module."""
+    """Layers that run inside use this attention, one of ATTENTIONS, if they call torch.nn.functional's."""
     if kind not in ATTENTIONS:
         raise ValueError(f"attention is {kind!r}; choose one of {', '.join(ATTENTIONS)}")
     if kind == "cpu":
@@ -361,7 +358,7 @@ def _attend(
     kind: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    if torch.is_autocast_enabled("cpu"):  # which knows the function that is replaced, not what replaces it
+    if torch.is_autocast_enabled("cpu"):  # the CPU's autocast does not know these operations
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
     aten: Any = torch.ops.aten
     is_fused = kind != "math" and query.dim() == 4 and query.dtype != torch.float64
@@ -388,7 +385,9 @@ def _by_pairs(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
     is_causal: bool, scale: float | None, enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """The steps of torch's operation, with a GPU's dropout, and in 16 bits where layers are of 16 bits."""
+    """Attention in separate operations, as torch's math kernel, with a GPU's dropout and in the layer's
+    dtype.
+    """
     if enable_gqa:
         key, value = (each.repeat_interleave(query.size(-3) // each.size(-3), -3) for each in (key, value))
     factor = math.sqrt(1 / math.sqrt(query.size(-1)) if scale is None else scale)
@@ -399,5 +398,5 @@ def _by_pairs(
         attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -torch.inf)
     if attn_mask is not None:
         scores = scores + attn_mask
-    weights = torch.ops.aten._softmax(scores, -1, False)  # inside of the operation autocast is off
+    weights = torch.ops.aten._softmax(scores, -1, False)  # autocast does not apply inside attention
     return (torch.native_dropout(weights, dropout_p, True)[0] if dropout_p else weights) @ value

@@ -1,19 +1,19 @@
-"""What a stage holds of one micro-batch, from the profiles of its layers, to the byte.
+"""The bytes that a stage holds of one micro-batch, computed from the profiles of its layers.
 
-Neighbours keep the same storage (a ReLU's result is the next convolution's input), and the peak of a backward
-depends on what earlier layers still hold. So the layers are played one after another, each by the order in
-which its storages appear and die, and a storage at the ends of layers has one name in the whole stage:
+Layers' peaks cannot be added: neighbours keep the same storage (a ReLU's output is the next convolution's
+input), and the peak of a backward depends on what earlier layers still hold. So the traces of the layers are
+replayed one after another. A storage that crosses from layer to layer has one name in the stage:
 
     forward      x0 --[layer 0]--> x1 --[layer 1]--> x2        kept by 0: x1;  kept by 1: x1, a
     backward     g0 <--[layer 0]-- g1 <--[layer 1]-- g2        layer 1 frees a, layer 0 frees x1
 
-A storage is charged once, with the size it was made with (a layer may pass on a slice of it), and freed with
-its last holder. What only leads to outputs that no gradient comes back for is not kept; at the end of a stage
-the engine does keep it, until B.
+A storage counts once, with the size it was allocated with (a layer may pass on a slice of it), until its last
+holder frees it. Storages that serve only outputs without a gradient count as freed; at the end of a stage the
+engine does keep them, until B.
 
-I leaves behind what waits for W: inputs of operations with weights, the gradients of their outputs, and the
-gradients of parameters that I has computed. What W holds is an upper estimate: all that waits, all gradients
-that it makes, and the most that any layer adds.
+Where a schedule splits the backward, I computes gradients of inputs and W gradients of weights. Until W stay
+inputs of operations with weights, gradients of their outputs, and parameter gradients that I made. W's bytes
+are an upper estimate: all of these, all gradients it makes, and the most one layer adds.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from .trace import BufferRole, LayerProfile, Received, SplitTrace, Trace
 
 
 class Bytes(NamedTuple):
-    """Peak memory of one action of one micro-batch, without the boundary inputs of the stage."""
+    """Peak memory of one action on one micro-batch, without the inputs of the stage."""
 
     activations: int = 0  # bytes held by the graph
     gradients: int = 0  # bytes of parameter gradients that appeared in this action
-    transients: int = 0  # everything else: passing outputs, gradients of activations, temporaries
+    transients: int = 0  # outputs passed on, gradients of activations, temporaries
 
     @property
     def total(self) -> int:
         return sum(self)
 
     def without(self, num_bytes: int) -> Bytes:
-        """Returns the same peak with `num_bytes` of its transients held elsewhere."""
+        """Returns this peak where `num_bytes` of its transients are counted elsewhere."""
         return self._replace(transients=self.transients - num_bytes)
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of one stage, for one micro-batch. Boundary inputs are never part of the moments."""
+    """Bytes of one stage for one micro-batch. The `Bytes` of its actions never contain the stage's inputs."""
 
     parameter_bytes: int
-    trained_sizes: tuple[int, ...]  # of each parameter tensor that gets a gradient
+    trained_sizes: tuple[int, ...]  # bytes of each parameter tensor that gets a gradient
     buffer_bytes: int
     gradient_bytes: int
     input_bytes: int
-    kept_input_bytes: int  # of the boundary inputs, what stays from F or R, with a graph, to the end of B
+    kept_input_bytes: int  # part of input_bytes that a graph keeps from F or R to the end of B
     target_bytes: int
     output_gradient_bytes: int
     saved_bytes: int  # held by the graph from the end of F or R to the end of B
@@ -62,18 +62,18 @@ class StageBytes:
     forward: Bytes  # F with a graph, and R
     backward_first: Bytes  # B that creates the parameter gradients
     backward: Bytes  # every later B
-    # Messages, of workers that are processes of their own: a sent tensor stays until it has been waited for.
-    sent_bytes: int = 0  # of what F makes for the next stage, without what the stage was given itself
-    of_graph_bytes: int = 0  # of these, what a graph that F makes holds too
-    sent_back_bytes: int = 0  # of the gradients that B or I makes for the stage before
-    received_bytes: int = 0  # of the gradients of outputs, which are held throughout a B or I
-    summed_gradient_bytes: int = 0  # of the gradients, those added to another layer's before the update
-    copied_input_bytes: int = 0  # of the boundary inputs, what a forward that runs twice copies
-    kept_copied_bytes: int = 0  # of these copies, what stays from R to the end of B
-    changing_buffer_bytes: int = 0  # copied for each micro-batch that waits for its R
-    still_buffer_bytes: int = 0  # copied once for a step in which anything is recomputed
-    halves: Halves | None = None  # where the layers' profiles have them
-    trace: StageTrace | None = field(default=None, repr=False, compare=False)  # what else the layers say
+    # Messages between worker processes: a sender keeps a tensor until it has waited for the send.
+    sent_bytes: int = 0  # outputs of F for the next stage, without inputs that the stage passes on
+    of_graph_bytes: int = 0  # part of sent_bytes that F's graph holds, too
+    sent_back_bytes: int = 0  # gradients that B or I sends to the stage before
+    received_bytes: int = 0  # gradients of the stage's outputs, held throughout a B or I
+    summed_gradient_bytes: int = 0  # part of gradient_bytes added to another layer's before the update
+    copied_input_bytes: int = 0  # inputs that layers overwrite: copied where F and R both need them
+    kept_copied_bytes: int = 0  # part of copied_input_bytes that stays from R to the end of B
+    changing_buffer_bytes: int = 0  # buffers that a forward changes: copied per micro-batch between F and R
+    still_buffer_bytes: int = 0  # other buffers: copied once per step if any micro-batch is recomputed
+    halves: Halves | None = None  # bytes of I and W; None: the profiles have no split backward
+    trace: StageTrace | None = field(default=None, repr=False, compare=False)  # of all layers
 
 
 def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> StageBytes:
@@ -82,7 +82,7 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
     inputs, last = layers[0].inputs, layers[-1]
     targets = loss.inputs.tensors[len(last.outputs.tensors) :] if loss is not None else ()
     kept = [i for i in inputs.distinct if inputs.tensors[i].requires_grad or i in trace.holders]
-    changing = still = 0  # bytes of buffers that are copied for each micro-batch, and once
+    changing = still = 0  # bytes of buffers copied per micro-batch, and once per step
     for layer in trace.layers:
         for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
             still += size * (role is BufferRole.STILL)
@@ -117,7 +117,7 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
 
 
 class LayerBytes(NamedTuple):
-    """One layer in a pass over its stage, beyond the stage's boundary inputs; the ends in bytes."""
+    """Bytes of a stage, without its inputs, before, during and after one of its layers runs."""
 
     before: int
     fullest: Bytes
@@ -130,18 +130,18 @@ def _fullest(layers: Iterable[LayerBytes]) -> Bytes:
 
 
 class StageTrace:
-    """The layers of a stage, and the loss of the last stage behind them, played one after another. Passes
-    tell of each in the order of the forward.
+    """Replays the traces of a stage's layers, and of the loss on the last stage, one after another. Every
+    pass returns its layers in the order of the forward.
     """
 
     def __init__(self, stage: Sequence[LayerProfile], loss: LayerProfile | None = None) -> None:
         self.stage = tuple(stage)
         self.layers = (*stage, loss) if loss is not None else self.stage
         self.sizes: dict[int, int] = {}  # bytes of each storage at the ends of layers, by its name
-        self.boundary = set[int]()  # names that the stage's boundary holds, and the target
-        self.copied = set[int]()  # of these, what a layer overwrites: a forward that runs twice has a copy
+        self.boundary = set[int]()  # names of the stage's inputs and targets, held by others
+        self.copied = set[int]()  # those of them that a layer overwrites; F and R work on copies
         self._inputs: list[frozenset[int]] = []  # names at the entry of each layer
-        self._names: list[dict[int, int]] = []  # of the storages at a layer's ends, as its `first` has them
+        self._names: list[dict[int, int]] = []  # its name by its number in `layer.first`
         names: tuple[int, ...] = tuple(self.layers[0].inputs.same_as)
         self.boundary.update(names)
         self.sizes.update({name: self.layers[0].inputs.tensors[name].num_bytes for name in names})
@@ -165,7 +165,7 @@ class StageTrace:
         self.copied &= self.boundary
         self.outputs = set(names)
         self.saved_bytes = 0  # held by the graph
-        self.holders: dict[int, int] = {}  # of each name, how many storages of the layers' graphs it is
+        self.holders: dict[int, int] = {}  # by name: how many layers' graphs hold the storage
         self.with_graph = self.forward()
         self.later, self.sent_back_bytes = self.backward(_LATER)
 
@@ -179,7 +179,7 @@ class StageTrace:
         return found
 
     def forward(self) -> list[LayerBytes]:
-        """A forward with a graph; finds what the graph holds."""
+        """A forward with a graph; sets `saved_bytes` and `holders`."""
         saved = 0
         holders, found = dict[int, int](), list[LayerBytes]()
         for index, layer in enumerate(self.layers):
@@ -199,7 +199,7 @@ class StageTrace:
 
     @cached_property
     def first(self) -> list[LayerBytes]:
-        """A backward that makes the gradients of the parameters; those are in it."""
+        """A backward that creates the parameter gradients, which count in it."""
         return self.backward(_FIRST)[0]
 
     def backward(
@@ -207,8 +207,8 @@ class StageTrace:
         trace_of: Callable[[LayerProfile], Trace],
         waiting: dict[_Name, int] | None = None,
     ) -> tuple[list[LayerBytes], int]:
-        """A backward, or I, by a trace of each layer; `waiting` takes in what I leaves for W. Returns its
-        layers, and bytes of the gradients of the stage's inputs.
+        """Replays B or I. `trace_of` picks the trace of a layer; `waiting` collects what I leaves to W.
+        Returns the layers, and bytes of the gradients of the stage's inputs.
         """
         holders, now = self.holders.copy(), [self.saved_bytes, 0, 0]
         for name in self.boundary:
@@ -218,11 +218,11 @@ class StageTrace:
             None if storage is None else ((_RECEIVED, position), last.sizes[storage])
             for position, storage in enumerate(last.output_gradients)
         ]
-        held = dict([each for each in received if each is not None])  # whoever started holds them
+        held = dict([each for each in received if each is not None])  # the caller of autograd holds them
         for index in range(len(self.layers) - 1, -1, -1):
             trace = trace_of(self.layers[index])
             names, plain = self._names[index], self.layers[index].first
-            if (trace.inputs, trace.outputs) != (plain.inputs, plain.outputs):  # as a rule the same numbers
+            if (trace.inputs, trace.outputs) != (plain.inputs, plain.outputs):  # numbered otherwise
                 ends = [names[storage] for storage in plain.inputs + plain.outputs]
                 names = dict(zip(trace.inputs + trace.outputs, ends, strict=True))
             received = received[: len(trace.outputs)]  # without the target's place
@@ -278,12 +278,12 @@ class StageTrace:
 
 
 _Name = tuple[Any, ...]
-"""Name of a storage that only a backward knows: its layer and number, or that the next stage sent it."""
+"""Name of a storage in a backward: its layer and number, or its position among received gradients."""
 _Gradient = tuple[_Name, int]
 """Name of a gradient's storage, and its bytes."""
 _RECEIVED = "from the next stage"
 _FIRST, _LATER, _INPUTS = map(attrgetter, ("first", "later", "halves.inputs"))
-"""The traces of a layer: a B that makes the gradients of parameters, a later B, and I."""
+"""Pick a layer's trace: of the first B, which creates parameter gradients, of a later B, and of I."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,9 +292,9 @@ class Halves:
 
     whole: bool = False  # I does all of a backward, and W has nothing to do
     inputs: Bytes = field(default_factory=Bytes)  # I
-    kept_input_bytes: int = 0  # of the boundary inputs, what stays from I to W
+    kept_input_bytes: int = 0  # part of the stage's inputs that stays from I to W
     layers: Sequence[SplitTrace] = ()
-    sizes: Mapping[_Name, int] = field(default_factory=dict)  # of what waits for W
+    sizes: Mapping[_Name, int] = field(default_factory=dict)  # bytes of each storage that waits for W
 
     @classmethod
     def of(cls, trace: StageTrace) -> Halves | None:
@@ -306,7 +306,7 @@ class Halves:
             return cls(whole=True)
         waiting = dict[_Name, int]()
         layers, _ = trace.backward(_INPUTS, waiting)
-        # The targets are the user's and stay.
+        # The user holds the targets in any case: they count as 0.
         given = len(trace.layers[0].inputs.same_as)
         ends = {name: ("end", name) for name in trace.boundary if ("end", name) in waiting}
         inputs = frozenset([end for name, end in ends.items() if name < given])
@@ -324,17 +324,17 @@ class Halves:
         return sum(self.sizes.values()) - self.kept_input_bytes
 
     def apart(self, received_bytes: int) -> Halves:
-        """The bytes where received gradients of the stage's outputs need no memory of their own."""
+        """The same where gradients from the next stage arrive in buffers that are counted elsewhere."""
         sizes = {name: 0 if name[0] == _RECEIVED else size for name, size in self.sizes.items()}
         return replace(self, inputs=self.inputs.without(received_bytes), sizes=sizes)
 
     def weights(self, *, first: bool, own: bool = False) -> Bytes:
-        """W at its fullest, at most, with what waited for it; a `first` one creates the gradients of
-        parameters, and with `own` boundary inputs are in memory that is there anyway.
+        """Upper estimate of W's peak, with what waited for it. The `first` W creates the parameter gradients;
+        with `own` the stage's inputs are counted elsewhere.
         """
         live = self.saved_bytes + (0 if own else self.kept_input_bytes)
         made = sum([each.made for each in self.layers])
-        # The engine adds gradients up when there are so many, of several layers together.
+        # The engine accumulates gradients of several layers together, once they are MANY_BYTES.
         together = min(made, MANY_BYTES)
         if first:
             return Bytes(live, made, together + max([each.first_peak - each.made for each in self.layers]))

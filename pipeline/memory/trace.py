@@ -1,6 +1,6 @@
-"""What a profile of a layer says: the tensors at its two ends, and one run of it as a sequence of storages
-that appear and die. What a layer frees depends on what its neighbours hold, so sequences can be added up over
-layers and numbers cannot.
+"""A layer's profile: its inputs and outputs, and each run as a sequence of storages that appear and die. A
+stage's memory is found by replaying its layers' sequences: a layer's peak depends on what its neighbours
+hold.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 
 from ..stage.trees import Nested, Tree, take_apart
 
-# What crosses from one layer to the next: a tensor that stands twice in a tuple travels once, and integer
-# tensors travel forward but no gradient comes back for them.
+# Boundaries: what passes from one layer to the next. A tensor that stands twice in a tuple travels once. No
+# gradient comes back for integer tensors.
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor by what its cost depends on. The first dimension is the micro-batch.
+    """Shape, dtype and layout of a tensor. The first dimension is the micro-batch.
 
-    ``layout`` names the dimensions from the outermost in memory to the innermost, None where that is their
-    order: whether a layer copies its input (a `reshape` of a transposed one) depends on it.
+    ``layout`` lists the dimensions from the outermost in memory to the innermost; None: as in ``shape``. A
+    layer may copy an input because of its layout (`reshape` of a transposed tensor).
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The description of a (real, fake or meta) tensor."""
+        """The spec of a real, fake or meta tensor."""
         layout = None
         if not tensor.is_contiguous():
             strides = tensor.stride()
@@ -46,7 +46,7 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, layout)
 
     def empty(self) -> Tensor:
-        """A dense tensor like that, without a gradient."""
+        """An uninitialized dense tensor of this spec that requires no gradient."""
         layout = self.layout or tuple(range(len(self.shape)))
         return torch.empty_permuted(self.shape, layout, dtype=self.dtype)
 
@@ -69,7 +69,7 @@ class Boundary:
 
     @classmethod
     def of(cls, value: Tree) -> Boundary:
-        """The boundary that a (real, fake or meta) value would cross."""
+        """The boundary of a real, fake or meta value."""
         tensors, nested = _apart(value)
         first: dict[int, int] = {}
         same_as = tuple(first.setdefault(id(tensor), index) for index, tensor in enumerate(tensors))
@@ -84,7 +84,7 @@ class Boundary:
 
     @cached_property
     def distinct(self) -> tuple[int, ...]:
-        """Positions of the tensors that really travel."""
+        """First position of each distinct tensor: the tensors that travel."""
         return tuple(index for index, first in enumerate(self.same_as) if index == first)
 
     @cached_property
@@ -92,7 +92,7 @@ class Boundary:
         return sum(self.tensors[index].num_bytes for index in self.distinct)
 
     def join(self, other: Boundary) -> Boundary:
-        """Both side by side, as a loss takes outputs and target."""
+        """The tensors of both, as a loss takes outputs and target."""
         same_as = tuple(len(self.tensors) + i for i in other.same_as)
         return Boundary(self.tensors + other.tensors, self.same_as + same_as, True)
 
@@ -133,14 +133,14 @@ class Trace:
 
     sizes: tuple[int, ...]  # bytes of each storage
     inputs: tuple[int, ...]  # storage of each input position
-    outputs: tuple[int, ...]  # storage of each output position: an input's where it is passed on
-    kept: frozenset[int]  # what the graph still holds after the forward pass
+    outputs: tuple[int, ...]  # storage of each output position; an input's storage where a layer passes it on
+    kept: frozenset[int]  # storages that the graph holds after the forward
     gradients: frozenset[int]  # storages that became parameter gradients
     output_gradients: tuple[int | None, ...]  # storage of each output's gradient; None: there is none
-    input_gradients: tuple[int | None, ...]  # storage of each input's gradient: an output's if passed on
+    input_gradients: tuple[int | None, ...]  # storage of each input's gradient; may be an output's
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    without_gradient: frozenset[int]  # input positions that no gradient reached though they take one
+    without_gradient: frozenset[int]  # input positions that require a gradient and got none
     _known: dict[tuple[Received | None, ...], tuple[Segment, ...]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -161,10 +161,10 @@ class Trace:
         return tuple(dict.fromkeys(s for s in self.inputs + self.outputs if s in self.kept))
 
     def segments(self, received: tuple[Received | None, ...]) -> tuple[Segment, ...]:
-        """The backward pass, cut where storages are let go that the neighbours may hold too.
+        """The backward pass, divided where it frees a storage that a neighbour may hold, too.
 
-        ``received`` says which storages the gradients of the outputs really are; they are alive when it
-        begins. Computed once for each.
+        ``received`` gives the storages of the output gradients, alive when the backward begins. Results are
+        cached.
         """
         if received in self._known:
             return self._known[received]
@@ -197,7 +197,7 @@ class Trace:
 
 
 def rise(sizes: Sequence[int], events: Iterable[int]) -> tuple[int, int]:
-    """Most bytes above those at the begin of some events, and bytes above them at the end."""
+    """Returns the peak of a sequence of events, and its end, in bytes above its start."""
     live = peak = 0
     for event in events:
         live += sizes[event - 1] if event > 0 else -sizes[-event - 1]
@@ -206,41 +206,41 @@ def rise(sizes: Sequence[int], events: Iterable[int]) -> tuple[int, int]:
 
 
 class Received(NamedTuple):
-    """The gradient of an output as the layers after made it, maybe one storage for several outputs."""
+    """The gradient of an output as the next layers sent it; several outputs may share a storage."""
 
-    storage: int  # equal for outputs that got the same
+    storage: int  # number of the storage, equal for outputs that share it
     num_bytes: int
     is_held: bool  # the caller of autograd holds it until the end
 
 
 class Segment(NamedTuple):
-    """A part of a backward pass: changes in bytes from its begin on, of what the graph holds, of gradients of
-    parameters, and of everything else.
+    """A part of a backward pass. Bytes are changes since its start, of three kinds: held by the graph,
+    parameter gradients, all else.
     """
 
-    peak: tuple[int, ...]  # to its fullest moment
-    end: tuple[int, ...]  # to its end
-    released: int | None  # the storage let go at its end
+    peak: tuple[int, ...]  # at its peak
+    end: tuple[int, ...]  # at its end
+    released: int | None  # the storage at an end of the layer that is freed when this part ends
 
 
 @dataclass(frozen=True, eq=False)
 class SplitTrace:
-    """The two halves of a layer's backward; where it is ``whole`` I does all of it.
+    """The two halves of a layer's backward; if ``whole``, I does all of it.
 
-    In I some of what the graph holds, and some gradients, do not die: they wait for W. Peaks of W are beyond
-    what waits, and end with the gradients that it makes.
+    Some storages of the graph and some gradients outlive I: they wait for W. Peaks of W are beyond what
+    waits, and include the gradients that it makes.
     """
 
     whole: bool
-    inputs: Trace  # its `backward` is I
-    waiting: frozenset[int] = frozenset()  # storages of that trace that live on until W
-    first_peak: int = 0  # W that makes the gradients of parameters
-    later_peak: int = 0  # W that adds to them
-    made: int = 0  # bytes of the gradients that the first W makes
+    inputs: Trace  # the trace whose `backward` is I
+    waiting: frozenset[int] = frozenset()  # storages of `inputs` that live until W
+    first_peak: int = 0  # of a W that creates the parameter gradients
+    later_peak: int = 0  # of a W that accumulates into them
+    made: int = 0  # bytes of the parameter gradients that the first W creates
 
 
 class BufferRole(Enum):
-    """How a recomputation treats a buffer (stage.buffers)."""
+    """What a forward does to a buffer, which decides whether recomputation needs a copy (stage.buffers)."""
 
     STATISTICS = "left to batch normalization"
     CHANGING = "changes in a forward, in place"
@@ -259,17 +259,17 @@ class LayerProfile:
     parameter_counts: tuple[int, ...]  # elements of each trainable parameter tensor
     parameter_sizes: tuple[int, ...]  # bytes of each parameter tensor, trained or not
     trained_sizes: tuple[int, ...]  # bytes of each parameter tensor that gets a gradient
-    buffer_sizes: tuple[int, ...]  # with what a stage adds for batch normalization (stage.buffers)
+    buffer_sizes: tuple[int, ...]  # bytes of each, then those that a stage adds for batch normalization
     free: Trace
     first: Trace
     later: Trace
-    halves: SplitTrace | None = None  # I and W, where they were asked for
+    halves: SplitTrace | None = None  # with Profiler(split_backward=True)
     overwritten: frozenset[int] = frozenset()  # positions of inputs that the layer changes in place
-    buffer_roles: tuple[BufferRole, ...] = ()  # of the buffers, which come first in `buffer_sizes`
+    buffer_roles: tuple[BufferRole, ...] = ()  # role of each buffer; the buffers come first in `buffer_sizes`
 
     @cached_property
     def num_parameters(self) -> int:
-        """Trainable elements."""
+        """Number of trainable elements."""
         return sum(self.parameter_counts)
 
     @cached_property
@@ -279,15 +279,15 @@ class LayerProfile:
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers. One that a forward replaces by another tensor counts twice: the engine looks
-        at the old one when all layers are through.
+        """Bytes of the buffers. A buffer that a forward replaces by another tensor counts twice: the engine
+        keeps the old tensor until the stage's forward ends.
         """
         pairs = zip(self.buffer_roles, self.buffer_sizes, strict=False)
         return sum(self.buffer_sizes) + sum(size for role, size in pairs if role is BufferRole.REPLACED)
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients of parameters, once they are there."""
+        """Bytes of all parameter gradients."""
         return sum(self.first.sizes[storage] for storage in self.first.gradients)
 
     @cached_property

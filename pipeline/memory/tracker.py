@@ -1,13 +1,12 @@
-"""Counting the bytes of live storages, the same way on real, fake and meta tensors.
+"""Counts the bytes of live storages, in the same way for real, fake and meta tensors.
 
 A dispatch mode sees the result of every operation and counts each *storage* once, from the operation that
-made it until its last reference dies (storages keep their Python object, so a weak reference tells). It does
-not see workspaces that a kernel allocates and frees inside one operation, allocator rounding and
-fragmentation: on a GPU its allocator (`devices.peak_bytes`) is the check for those.
+made it until its last reference dies (a weak reference tells). It does not see workspaces inside one
+operation, nor allocator rounding and fragmentation; a GPU's allocator reports these (`devices.peak_bytes`).
 
-A layer by itself is run once, watched, with references as scarce as in a stage (`LayerRun`): its inputs are
-outputs of the layer before, which takes their gradients and lets them go, and its outputs are held by what
-follows, which sends fresh gradients back. Both are autograd functions that compute and keep nothing.
+`LayerRun` runs one layer under such a mode, with no more references than in a stage: autograd functions that
+keep nothing stand for the layer before, which takes the gradients of the inputs and frees them, and for the
+layers after, which hold the outputs and send new gradients back.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from .trace import Boundary, BufferRole, SplitTrace, Trace, as_tuple, rise
 
 
 class StorageWatch(TorchDispatchMode):
-    """Calls `allocated` and `freed` once for each storage that operations under this mode create, and those
-    that `watch` names. Other storages that existed before are ignored, views of them included.
+    """Calls `allocated` and `freed` once for each storage that operations under this mode create, and for
+    those given to `watch`. Other storages from before, and views of them, are ignored.
     """
 
     def __init__(self) -> None:
@@ -79,20 +78,20 @@ class StorageWatch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under this mode, so torch need not guard each operation against it."""
+        """Torch need not guard operations against this mode: nothing is compiled under it."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE_OF and hasattr(args[0], "fake_device"):
-            return args[0].fake_device  # autograd asks for it more often than for all operations together
+            return args[0].fake_device  # a frequent call of autograd
         result = func(*args, **kwargs) if kwargs else func(*args)
         made = [result] if isinstance(result, Tensor) else tensors_in(result)
         new = [each for each in made if each.untyped_storage()._cdata not in self._serials]
         if new:
             given = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs))}
-            for tensor in new:  # unless a view or in-place result of a storage that is not watched
+            for tensor in new:  # not views and in-place results of ignored storages
                 if tensor.untyped_storage()._cdata not in given:
                     self._register(tensor)
         return result
@@ -102,7 +101,7 @@ _DEVICE_OF = torch.ops.prim.device.default
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """Returns this rank's tensor inside a tensor that is sharded or that a collective has not finished."""
+    """Returns this rank's part of a distributed tensor, or the tensor that a pending collective returns."""
     while hasattr(tensor, "__tensor_flatten__"):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return tensor
@@ -114,13 +113,13 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class LiveMemory(StorageWatch):
-    """Live and peak bytes by owner. The owner of a storage is the one that ran when it was created.
+    """Live and peak bytes by owner. A storage belongs to the owner that ran when it was created.
 
         memory = LiveMemory()
         with memory:
             with memory.owned_by(stage): ...
 
-    ``memory.peak_bytes[stage]`` is then what that stage would need on a device of its own.
+    ``memory.peak_bytes[stage]`` is then the memory that this stage would need on a device of its own.
     """
 
     def __init__(self) -> None:
@@ -163,11 +162,11 @@ class EventLog(StorageWatch):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # What a distributed tensor does is seen as what its rank does with its part.
+        # Operations on a distributed tensor are counted as those on this rank's part.
         if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented
         if func.namespace == "_c10d_functional" and func.__name__ == "wait_tensor.default":
-            return args[0]  # as of real tensors; of fake ones it would be another
+            return args[0]  # as with real tensors; fake ones return another tensor
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def serial_of(self, tensor: Tensor) -> int | None:
@@ -185,11 +184,11 @@ class EventLog(StorageWatch):
 
 
 class LayerRun:
-    """Takes a layer of fake tensors forward and backward, once, its inputs and outputs let go of as in a
-    stage; `LayerProfile` says what the arguments are. ``precision`` is entered around the forward.
+    """Runs a layer of fake tensors forward and backward, once, and frees inputs and outputs as in a stage;
+    `LayerProfile` describes the arguments. ``precision`` is entered around the forward.
 
-    Afterwards ``outputs`` is what the layer gives, ``overwritten`` are positions of the inputs that it
-    changes, and ``moved`` the buffers that it does, by their names.
+    Afterwards ``outputs`` describes the layer's result, ``overwritten`` the positions of inputs that it
+    changes in place, and ``moved`` the buffers that it changes, by name.
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class LayerRun:
         self.moved: dict[str, BufferRole] = {}
 
     def whole(self) -> Trace:
-        """The trace of a forward, and a backward where there is a graph."""
+        """The trace of a forward, and of a backward if gradients are enabled."""
         with self._log as log:
             root = self._forward()
             if root is not None and root.requires_grad:
@@ -222,7 +221,7 @@ class LayerRun:
         return self._trace(backward, gradients)
 
     def halves(self, whole: Trace) -> SplitTrace:
-        """Traces the layer with I and W instead of a backward, of which ``whole`` is the trace."""
+        """Traces the layer with I and W instead of a backward; ``whole`` is the trace with a backward."""
         with self._log as log:
             root = self._forward()
             if root is None or not root.requires_grad:
@@ -241,7 +240,8 @@ class LayerRun:
             self._delivered.clear()
             exits.clear()
             before = log.alive
-            # The parameters have no gradients, then they do; what waits is let go of the second time.
+            # W runs twice: it creates the gradients, then accumulates; storages that wait are freed the
+            # second time.
             again = replace(weights, waiting=[*weights.waiting], done=[*weights.done])
             rises = []
             for half in (again, weights):
@@ -253,7 +253,7 @@ class LayerRun:
         return SplitTrace(False, trace, waiting, first_peak, later_peak, made)
 
     def _forward(self) -> Tensor | None:
-        """Returns where the backward begins; None without a graph."""
+        """Runs the forward. Returns the tensor to start the backward from; None without a graph."""
         log, inputs = self._log, self._inputs
         differentiates = torch.is_grad_enabled()
         values = [
@@ -281,7 +281,7 @@ class LayerRun:
         self._output_storages = _serials(log, as_tuple(result))
         root: Tensor | None = None
         if differentiates:
-            # The graph of an output that nothing differentiates goes with the output, and its backward never
+            # The graph of an output that nothing differentiates is freed with the output; its backward never
             # runs.
             given = [t.detach() if i in self._unused else t for i, t in enumerate(as_tuple(result))]
             root = _Tail.apply(log, self._sent_back, self._seed, *given)
@@ -293,7 +293,7 @@ class LayerRun:
         return root
 
     def _trace(self, backward: tuple[int, ...], gradients: set[int | None]) -> Trace:
-        """The trace with such a backward, which made ``gradients`` of parameters."""
+        """Builds the trace; ``gradients`` are storages of parameter gradients that ``backward`` made."""
         log, inputs, delivered = self._log, self._inputs, self._delivered
         return Trace(
             sizes=tuple(log.sizes),
@@ -316,7 +316,7 @@ class LayerRun:
 
 
 def _serials(log: EventLog, tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Numbers of the tensors' storages; one that the run did not make (a parameter) costs nothing here."""
+    """Numbers of the tensors' storages; those that the run did not make (parameters) get size 0."""
     tensors, made = tuple(tensors), len(log.sizes)
     log.watch(tensors)
     log.sizes[made:] = [0] * (len(log.sizes) - made)
@@ -324,7 +324,7 @@ def _serials(log: EventLog, tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 
 class _Source(torch.autograd.Function):
-    """Makes an input that is no leaf, as between two layers, and takes its gradient as the layer before."""
+    """Stands for the layer before: makes an input that is no leaf, and takes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, position: int, delivered: dict[int, Tensor]) -> Tensor:
@@ -338,7 +338,7 @@ class _Source(torch.autograd.Function):
 
 
 class _Tail(torch.autograd.Function):
-    """Stands for all that follows the layer: keeps nothing, sends fresh gradients back."""
+    """Stands for the layers after: keeps nothing, sends new gradients back."""
 
     @staticmethod
     def forward(
@@ -359,14 +359,14 @@ class _Tail(torch.autograd.Function):
         return None, None, None, *gradients
 
 
-_SOURCE: type = _Source._backward_cls  # of the nodes with which the layer's inputs enter its graph
+_SOURCE: type = _Source._backward_cls  # class of the graph's nodes at the layer's inputs
 
 
 def _moved(buffers: Mapping[tuple[str, str], tuple[nn.Module, State]]) -> dict[str, BufferRole]:
-    """The buffers that a forward has changed, of those by path and name, with what a recomputation copies.
+    """The buffers that a forward has changed, by name, and how; ``buffers`` has their states before.
 
-    A tensor that a forward puts under a buffer's name would count as kept by the graph. So a buffer that was
-    replaced by another of its size is put back; a table that was made or has grown stays.
+    A tensor that a forward assigns to a buffer would count as kept by the graph. So the former tensor is put
+    back if it has the same size; a table that was made or has grown stays.
     """
     moved = {}
     for (path, name), (module, state) in buffers.items():

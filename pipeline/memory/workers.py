@@ -1,6 +1,6 @@
-"""Peak bytes of every worker of any schedule, where a worker may hold several stages.
+"""The peak memory of every worker under any schedule, also where a worker holds several stages.
 
-Where each worker is a process of its own, messages take memory by the rules that the engine goes by:
+Where each worker is its own process, messages take memory by the engine's rules:
 
     received    buffers of the rings of `plan.edges`, counted with their receiver at every moment, an upper
                 estimate; no input or gradient that a stage works on adds to them
@@ -8,13 +8,13 @@ Where each worker is a process of its own, messages take memory by the rules tha
                 between two workers, or all of a step's where they are small; an output counts twice
                 while the sender's graph holds it, too, so without recomputation that is an upper estimate
 
-Of a weight that several layers of a worker share there is one, with one state of the optimizer and, when that
-steps, one gradient; in a step a gradient of each use is counted, which is more than there is. Workers in
-processes of their own have a weight each, and for a moment at the end of a step one gradient more: the sum
-that another owner has sent (`mesh.gradients`).
+A weight that several layers of a worker share counts once, with one optimizer state and, in the optimizer's
+step, one gradient; in the other actions each use counts a gradient, an upper estimate. Workers that share a
+weight have a copy each, and at the end of a step one gradient more: another owner's, which they add
+(`mesh.gradients`).
 
-The peak of a stage is no sum over its layers, so a cut whose fullest stage is smallest, or fits at all, is
-searched over the modelled peaks of all stages that could occur (`StagePeaks`).
+A stage's peak is no sum over its layers. So `StagePeaks` searches the cut whose largest peak is smallest, or
+that fits at all, over the modelled peaks of all stages that may occur.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .trace import LayerProfile
 class Transport:
     """Messages between workers in processes of their own."""
 
-    accelerated: bool = False  # whether from device to device, as over NCCL, or between hosts' memories
+    accelerated: bool = False  # between devices (NCCL), not between hosts' memories
 
 
 Ahead = int | Transport | None
@@ -56,18 +56,18 @@ def pipeline_memory(
     receive_ahead: Ahead = 0,
     ties: Sequence[SharedWeight] = (),
 ) -> tuple[StageMemory, ...]:
-    """The fullest moment of each worker when ``layers`` are cut into ``stages``; arguments and errors as of
-    `peak_bytes`.
+    """The moment of peak memory of each worker when ``layers`` are cut into ``stages``; arguments and errors
+    are those of `peak_bytes`.
 
-    ``ties`` are weights that several layers use (`shared_weights`); without them each counts as the layer's
-    own. In one process gpipe and naive use every message as it comes, as ``receive_ahead=0`` has it; under
-    1f1b one may wait, and the peak is between that for 0 and that for 1.
+    ``ties`` are weights that several layers use (`shared_weights`); without them each layer counts its own.
+    In one process, gpipe and naive use every message as it comes (``receive_ahead=0``); under 1f1b one
+    message may wait, and the peak lies between those for 0 and 1.
     """
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
     found, sent_bytes = _counted_once(bytes_of_stages(layers, loss, stages), stages, schedule, ties)
     memory = [*memories(found, schedule, optimizer, receive_ahead)]
-    # The weights are summed one after another, after all backwards.
+    # Gradients of shared weights are summed in turn, after all backwards.
     for number in [worker for worker, size in enumerate(sent_bytes) if size] if receive_ahead else ():
         worker = workers_of(found, schedule, optimizer, receive_ahead)[number]
         summed = sum(found[stage].summed_gradient_bytes for stage in schedule.stages_of(number))
@@ -79,7 +79,7 @@ def pipeline_memory(
 def bytes_of_stages(
     layers: Sequence[LayerProfile], loss: LayerProfile, stages: Sequence[range]
 ) -> tuple[StageBytes, ...]:
-    """The bytes of a micro-batch on each stage where ``layers`` are cut into ``stages``."""
+    """The bytes of each stage for one micro-batch where ``layers`` are cut into ``stages``."""
     ends = [*[None] * (len(stages) - 1), loss]
     return tuple(
         stage_bytes([layers[layer] for layer in stage], end) for stage, end in zip(stages, ends, strict=True)
@@ -93,21 +93,21 @@ def peak_bytes(
     *,
     receive_ahead: Ahead = None,
 ) -> tuple[int, ...]:
-    """Most bytes that each worker holds in a training step, in the order of the workers.
+    """Peak bytes of each worker in a training step, in the order of the workers.
 
     Args:
         stages: what each stage of ``schedule`` holds, as `bytes_of_stages` gives it from layer profiles at
             the micro-batch's size; those of ``Profiler(split_backward=True)`` if it splits backwards.
-        schedule: any that `validate` accepts; its ``remat`` counts.
+        any that `validate` accepts; its ``remat`` is applied.
         optimizer: "sgd", "rmsprop" or "adam".
-        receive_ahead: a `Transport`, where each worker is a process of its own: the buffers of its rings and
-            what it has sent are counted. None: messages wait from the moment that they are sent, as in one
-            process. A number of messages of each direction for which a stage has receives posted beyond the
-            one in use: for no transport in particular.
+        receive_ahead: a `Transport`: each worker is its own process; the buffers of its rings and its sends
+            in progress count. None: one process; messages wait from the moment they are sent. A number: no
+            particular transport; the receives that a stage has posted in each direction beyond the one in
+            use.
 
     Raises:
         ValueError: an unknown optimizer, another number of stages than the schedule's, or I and W for stages
-            whose profiles know nothing of them.
+            without profiles of a split backward.
     """
     return tuple([each.peak for each in memories(stages, schedule, optimizer, receive_ahead)])
 
@@ -118,7 +118,7 @@ def memories(
     optimizer: str,
     receive_ahead: Ahead,
 ) -> tuple[StageMemory, ...]:
-    """The fullest moment of each worker; arguments and errors as of `peak_bytes`."""
+    """The moment of peak memory of each worker; arguments and errors are those of `peak_bytes`."""
     workers = workers_of(stages, schedule, optimizer, receive_ahead)
     found: list[list[Moment]] = [[] for _ in workers]
     for moment in _moments(stages, schedule, receive_ahead):
@@ -133,8 +133,8 @@ def action_bytes(
     *,
     receive_ahead: Ahead = None,
 ) -> dict[Action, int]:
-    """Most bytes that the worker of each action holds while it takes it; arguments and errors as of
-    `peak_bytes`, which these never exceed. The optimizer's step may.
+    """Peak bytes of the worker of each action while it runs; arguments and errors are those of `peak_bytes`.
+    The optimizer's step, which is no action, may need more.
     """
     workers = workers_of(stages, schedule, optimizer, receive_ahead)
     return {
@@ -149,7 +149,7 @@ def workers_of(
     optimizer: str,
     receive_ahead: Ahead,
 ) -> list[Worker]:
-    """The workers with their stages; arguments and errors as of `peak_bytes`."""
+    """The workers with their stages; arguments and errors are those of `peak_bytes`."""
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
     rule, all_places = Optimizer.named(optimizer), places(stages, schedule, receive_ahead)
@@ -173,7 +173,7 @@ def workers_of(
 
 def _moments(stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahead) -> Iterator[Moment]:
     if receive_ahead is None:
-        # When messages come depends on the other workers: all rows as one process takes them.
+        # When a message arrives depends on other workers: all rows in the order of one process.
         homes = {s: schedule.stages_of(schedule.worker(s)) for s in range(schedule.num_stages)}
         return row_moments(execution_order(schedule), None, homes)
     if isinstance(receive_ahead, int):
@@ -190,7 +190,7 @@ def stage_memory(
     is_first: bool,
     receive_ahead: int = 0,
 ) -> StageMemory:
-    """The fullest moment of one stage that executes ``actions``, alone on its worker."""
+    """The moment of peak memory of one stage that executes ``actions``, alone on its worker."""
     found = steps(actions, receive_ahead)
     placed = Placed(
         stage,
@@ -207,9 +207,7 @@ def stage_memory(
 
 
 def places(stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahead) -> list[Place]:
-    """Where the messages of each stage come into: over processes what other workers send comes into buffers
-    that stay.
-    """
+    """Where each stage receives its messages: between processes, in buffers that are kept."""
     if not isinstance(receive_ahead, Transport):
         return [NOWHERE] * len(stages)
     found, rings = [], rings_of(schedule, receive_ahead.accelerated)
@@ -230,10 +228,10 @@ def places(stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahea
 
 
 def _with_sent(found: Iterable[Moment], stages: Sequence[StageBytes], schedule: Schedule) -> Iterator[Moment]:
-    """Each action, with what its worker has sent and not waited for. Sent messages count whole, also those
-    that the sender's graph holds anyway.
+    """Each action, with the bytes its worker has sent and not waited for; each message counts, even if the
+    sender's graph holds it, too.
     """
-    ways: dict[tuple[int, int, bool], deque[tuple[int, int]]] = {}  # bytes of each, there and here
+    ways: dict[tuple[int, int, bool], deque[tuple[int, int]]] = {}  # sizes at receiver and sender
     held_bytes = [0] * schedule.num_workers
     for moment in found:
         action = moment.step.action
@@ -259,7 +257,7 @@ class SharedWeight:
 
     num_bytes: int
     trained: bool  # whether it gets a gradient
-    layers: tuple[int, ...]  # indices of those that use it, the first one first
+    layers: tuple[int, ...]  # indices of the layers that use it, in order
 
 
 def shared_weights(layers: Sequence[nn.Module]) -> tuple[SharedWeight, ...]:
@@ -281,8 +279,8 @@ def _counted_once(
     schedule: Schedule,
     weights: Sequence[SharedWeight],
 ) -> tuple[list[StageBytes], list[int]]:
-    """Stages with these layers, without what a worker has already with an earlier layer; and by worker, the
-    bytes of the largest gradient that another owner of a weight sends it.
+    """Returns stages where a worker counts a shared weight once, and by worker the bytes of the largest
+    gradient that another owner of a weight sends it.
     """
     found, sent_bytes = list(stages), [0] * schedule.num_workers
     for weight in weights:
@@ -298,7 +296,7 @@ def _counted_once(
 
 
 def without(stage: StageBytes, num_bytes: int, trained: bool) -> StageBytes:
-    """A stage without one of its weights, whose gradient it has until the step's end all the same."""
+    """A stage without one of its weights; the weight's gradient stays until the end of the step."""
     sizes = list(stage.trained_sizes)
     if trained:
         sizes.remove(num_bytes)
@@ -311,7 +309,7 @@ def without(stage: StageBytes, num_bytes: int, trained: bool) -> StageBytes:
 
 
 def summing(worker: Worker, summed_bytes: int, received_bytes: int) -> StageMemory:
-    """A worker that has the gradients of all its uses of shared weights, and one from another owner."""
+    """A worker that sums a shared weight: it has the gradients of its own uses and one from another owner."""
     resting = worker.update()
     return replace(
         resting, gradients=resting.gradients + summed_bytes, transients=received_bytes, when="ties"
@@ -320,7 +318,7 @@ def summing(worker: Worker, summed_bytes: int, received_bytes: int) -> StageMemo
 
 @derived
 def _common_steps(schedule: Schedule, receive_ahead: int) -> tuple[Step, ...]:
-    """Returns the steps that all stages of the schedule share; cached, since a search asks repeatedly."""
+    """Returns the steps, which must be equal for all stages; cached, since a search asks repeatedly."""
     patterns = {
         tuple((step.alike, step.counts) for step in steps(row, receive_ahead)) for row in schedule.actions
     }
@@ -333,7 +331,7 @@ def _common_steps(schedule: Schedule, receive_ahead: int) -> tuple[Step, ...]:
 
 
 class StagePeaks:
-    """Modelled peaks of all contiguous stages of one model under one schedule, each computed once."""
+    """Modelled peaks of all contiguous stages of one model under one schedule; each is computed once."""
 
     def __init__(
         self,
@@ -351,13 +349,13 @@ class StagePeaks:
         self._peaks: dict[tuple[int, ...], int] = {}
 
     def memory(self, start: int, stop: int) -> StageMemory:
-        """The stage of layers start..stop - 1 at its fullest."""
+        """The moment of peak memory of the stage with layers start..stop - 1."""
         stage = stage_bytes(self.layers[start:stop], self.loss if stop == len(self.layers) else None)
         row, ahead = self.schedule.actions[0], self._receive_ahead
         return stage_memory(stage, row, self.optimizer, is_first=start == 0, receive_ahead=ahead)
 
     def peak(self, start: int, stop: int) -> int:
-        """Bytes of that stage. Equal layers in a row are looked at once, wherever they stand."""
+        """Peak bytes of that stage. Stages of equal layers are computed once, wherever they begin."""
         key = (start == 0, stop == len(self.layers), *map(id, self.layers[start:stop]))
         if key not in self._peaks:
             self._peaks[key] = self.memory(start, stop).peak
@@ -366,7 +364,7 @@ class StagePeaks:
     def floor(self) -> list[int]:
         """Bytes that each layer adds to any stage, whatever stands beside it."""
         state = Optimizer.named(self.optimizer).state
-        # A graph stands beside the gradients from the second backward of a step on.
+        # From the second backward of a step on, a graph and the gradients are alive together.
         both = any(
             step.counts.after_backward
             and step.action.kind in ((Kind.R, Kind.B) if step.recomputed else (Kind.F, Kind.R, Kind.B))
@@ -381,7 +379,7 @@ class StagePeaks:
         ]
 
     def partition(self, cap_bytes: int) -> Partition | None:
-        """The split whose fullest stage is smallest, None if no split keeps every stage within the cap."""
+        """The partition whose largest peak is smallest; None if none keeps every stage within the cap."""
         return partition_by(
             self.peak, len(self.layers), self.schedule.num_stages, cap=cap_bytes, floor=self.floor()
         )

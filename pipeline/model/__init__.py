@@ -1,1 +1,3 @@
-"""Sequences of layers made of models that are none, without a change to the models or their names."""
+"""Turns models that are no nn.Sequential into sequences of layers, without changing the models or their
+names.
+"""

@@ -1,11 +1,11 @@
-"""Models of `transformers` as sequences of layers, by their module structure.
+"""Turns models of `transformers` into sequences of layers, by their module structure.
 
-What is known is a class: a subclass with a forward of its own computes something else. What a family's
-forward does between its modules is said here as layers; the modules' forwards are the library's. Nothing
-imports `transformers` before a model of it is given.
+Each known class has a function that says as layers what the class's forward does between its modules; the
+modules' own forwards are the library's. A subclass with another forward is refused. `transformers` is not
+imported before a model of it is given.
 
-The layers pass activations, and behind them what all layers need as it came. Attention masks travel as they
-were given, (N, T), and each layer widens its own.
+Layers pass activations, followed by inputs that all layers need unchanged. Attention masks are passed as
+given, (N, T), and each layer expands its own.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ Value = Tensor | tuple[Tensor, ...]
 
 
 def layers_of(model: nn.Module, inputs: Sequence[str] | None = None) -> OwnLayers:
-    """A model of `transformers` as the layers that a `Pipeline` takes.
+    """Returns a model of `transformers` as the layers that a `Pipeline` takes.
 
     Args:
-        model: a GPT-2, Llama, BERT, T5 or ViT (`KNOWN` has the classes). It is not changed, and shares its
-            modules with the layers: what is trained is the model.
-        inputs: which arguments of the model's forward a batch holds, in its order: a tensor for one, a tuple
-            for several, or a dict by their names. Default: those without which there is no output, such as
-            `("input_ids",)`.
+        model: a GPT-2, Llama, BERT, T5 or ViT (`KNOWN` has the classes). It is not changed. The layers share
+            its modules, so training them trains the model.
+        inputs: the arguments of the model's forward that a batch holds, in its order: a tensor for one, a
+            tuple for several, or a dict by their names. Default: the required ones, such as `("input_ids",)`.
 
-    The layers pass tensors and tuples of tensors; the last one gives what the library's output calls
-    `logits`, or the last activations where there is no such thing. The loss is the pipeline's `loss_fn`.
+    Layers pass tensors and tuples of tensors. The last layer returns the `logits` of the library's output, or
+    the last activations if the model has none. The loss is the pipeline's `loss_fn`.
 
-    `ValueError` for a model of another class, with the classes that there are, or an input that is not known.
+    `ValueError` for a model of another class or an unknown input; the message lists the known ones.
     """
     family, base = _family(model)
     allowed = (*family.required, *family.optional)
@@ -60,11 +59,11 @@ def _family(model: nn.Module) -> tuple[Family, str]:
     )
 
 
-# What layers pass to each other
+# Values that pass between layers
 
 
 def _named(batch: Value | Mapping[str, Tensor], inputs: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of a batch by the names of the model's arguments, which a dict has already."""
+    """The tensors of a batch by the names of the model's arguments."""
     if isinstance(batch, Mapping):
         if set(batch) != set(inputs):
             raise ValueError(
@@ -93,16 +92,14 @@ def _joined(hidden: Tensor, rest: tuple[Tensor, ...]) -> Value:
 
 
 def _masks() -> Any:
-    """The library's functions that widen masks."""
+    """The library's functions that expand masks."""
     from transformers import masking_utils
 
     return masking_utils
 
 
 class _Embedding(Part):
-    """Tokens (N, T), and what goes with them by its name -> activations (N, T, d), and the mask if there is
-    one.
-    """
+    """Tokens (N, T) and other named inputs -> activations (N, T, d), and the mask if given."""
 
     def __init__(self, model: nn.Module, modules: Mapping[str, str], inputs: Sequence[str]) -> None:
         super().__init__(model, modules)
@@ -118,7 +115,7 @@ class _Embedding(Part):
 
 
 class _Block(Part):
-    """A block of a stack that passes (x, [mask]) on. `mask`, given x and the mask (N, T), widens it."""
+    """A block that takes and returns (x, [mask]). `mask(x, mask)` expands the mask (N, T)."""
 
     def __init__(self, model: nn.Module, modules: Mapping[str, str], mask: Callable[..., Any]) -> None:
         super().__init__(model, modules)
@@ -133,7 +130,7 @@ class _Block(Part):
 
 
 def _causal_mask(config: object) -> Callable[..., Any]:
-    """Of attention that ignores later tokens, and tokens for which the mask has 0."""
+    """The function that makes causal masks, which also hide tokens where the given mask is 0."""
     return partial(_causal, config, _masks().create_causal_mask)
 
 
@@ -190,7 +187,7 @@ def _llama(model: Any, base: str, inputs: Sequence[str]) -> dict[str, Part]:
 
 
 class _LlamaBlock(_Block):
-    """Computes its rotary embeddings itself: this takes little time, and they need not travel."""
+    """Computes the rotary embeddings in each block: that is cheap, and they need not be passed on."""
 
     def attend(self, hidden: Tensor, mask: Any) -> Any:
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
@@ -236,10 +233,10 @@ class _BertHead(Part):
 
 # T5: `T5ForConditionalGeneration` gives logits (N, T, V)
 #
-# In the encoder (x, [bias], [mask]) is passed on: the activations, the position bias that the first block
-# makes for all of them, and the source's mask; in the decoder (y, [bias], memory, masks), where the memory is
-# the encoder's result. Source and target are embedded by the first layer, so that one table serves both; the
-# embedded target and its mask go to the decoder as portals, past the encoder.
+# Encoder layers pass (x, [bias], [mask]): activations, the position bias that the first block makes for all,
+# and the source's mask. Decoder layers pass (y, [bias], memory, masks); the memory is the encoder's result.
+# The first layer embeds source and target, so that one table serves both; the embedded target and its mask
+# skip the encoder as portals.
 
 _T5_MASKS = ("attention_mask", "decoder_attention_mask")
 
@@ -275,7 +272,7 @@ class _T5Embedding(Part):
 
 
 class _T5EncoderBlock(Part):
-    """Number 0 takes (x, [mask]), the others (x, bias, [mask]); all give the latter."""
+    """Block 0 takes (x, [mask]), the others (x, bias, [mask]); all return (x, bias, [mask])."""
 
     def __init__(self, model: Any, index: int) -> None:
         super().__init__(model, {"block": f"encoder.block.{index}"})
@@ -291,7 +288,7 @@ class _T5EncoderBlock(Part):
 
 
 class _T5Turn(Part):
-    """The end of the encoder: (x, bias, [mask]), and what went past it -> (y, memory, masks)."""
+    """The end of the encoder: (x, bias, [mask]) and the portals -> (y, memory, masks)."""
 
     def __init__(self, model: Any, past: tuple[str, ...]) -> None:
         super().__init__(model, {name: f"encoder.{name}" for name in ("final_layer_norm", "dropout")})
@@ -303,7 +300,7 @@ class _T5Turn(Part):
 
 
 class _T5DecoderBlock(Part):
-    """Number 0 takes (y, memory, masks), the others (y, bias, memory, masks); all give the latter."""
+    """Block 0 takes (y, memory, masks), the others (y, bias, memory, masks); all return the latter."""
 
     def __init__(self, model: Any, index: int, masks: tuple[str, ...]) -> None:
         super().__init__(model, {"block": f"decoder.block.{index}"})
@@ -382,7 +379,7 @@ class _VitHead(Part):
 
 
 class Family(NamedTuple):
-    """How models of a family are taken apart, and the arguments of their forward."""
+    """The function that makes a family's layers, and the arguments of the models' forward."""
 
     parts: Callable[[Any, str, Sequence[str]], dict[str, Part]]
     required: tuple[str, ...]
@@ -395,7 +392,7 @@ _BERT = Family(_bert, ("input_ids",), ("attention_mask", "token_type_ids"))
 _T5 = Family(_t5, ("input_ids", "decoder_input_ids"), _T5_MASKS)
 _VIT = Family(_vit, ("pixel_values",))
 
-# The family of each class, and where in it the body of the model is.
+# The family of each class, and the prefix of the model's body in its module names.
 KNOWN = {
     "GPT2LMHeadModel": (_GPT2, "transformer."),
     "GPT2Model": (_GPT2, ""),

@@ -1,7 +1,7 @@
-"""A model that is no sequence as a sequence of layers that keeps the model's names.
+"""Layers that share a model's modules and keep the model's parameter names.
 
-A pipeline names its parameters after its layers. The weights of such a model are saved and loaded by the
-model's names; so the pipeline takes over the model's own tree of modules and calls the layers beside it.
+A pipeline names parameters after its layers, but a model's weights are saved and loaded by the model's names.
+So the pipeline holds the model's own tree of modules, and calls the layers, which share the modules.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..stage.trees import run_through
 
 
 class Part(nn.Module):
-    """One layer, made of modules from here and there in the model, which it holds under their full names in
-    the model, dots and all. It can be profiled, copied and moved without the rest of the model.
+    """One layer, made of modules from any place in the model, held under their full names in the model, with
+    dots. It can be profiled, copied and moved without the rest of the model.
 
     Args:
-        model: where the modules are; they are shared with it, not copied.
-        modules: what a subclass's forward calls each module, and its name in the model.
+        model: contains the modules; they are shared, not copied.
+        modules: by attribute name in a subclass's forward, the module's name in the model.
     """
 
     def __init__(self, model: nn.Module, modules: Mapping[str, str]) -> None:
@@ -35,7 +35,7 @@ class Part(nn.Module):
         return super().__getattr__(self.__dict__.get("_called", {}).get(name, name))
 
     def hold(self, model: nn.Module, tensor: str) -> None:
-        """Takes in the parameter or buffer of that name, which belongs to no module of this layer."""
+        """Holds the parameter or buffer of that name, which belongs to no module of this layer."""
         path, _, name = tensor.rpartition(".")
         _share(model.get_submodule(path), name, self, tensor)
 
@@ -45,13 +45,13 @@ class Part(nn.Module):
 
 
 class Traced(Part):
-    """A piece of a graph, as the code that `fx` writes for it: takes and gives what crosses cuts, a tensor
-    or a tuple of tensors. A value is let go after its last use.
+    """A layer that runs a piece of a graph, as code that `fx` generates. Inputs and outputs are what crosses
+    the cuts, a tensor or a tuple of tensors. A value is freed after its last use.
 
     Args:
         model: the model.
-        graphs: what to do in training mode and in evaluation mode; placeholders come first.
-        constants: tensors that the forward makes out of nothing, by what the graphs call them.
+        graphs: the piece in training mode and in evaluation mode; placeholders come first.
+        constants: tensors that the forward creates without inputs, by their names in the graphs.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Traced(Part):
 
 
 class _Program:
-    """The code of a graph, and what it calls besides torch. Programs of the same code are equal."""
+    """The code of a graph, and the functions it calls besides torch's. Programs of equal code are equal."""
 
     def __init__(self, num_inputs: int, code: str, called: Mapping[str, Any]) -> None:
         self.num_inputs, self._code, self._called = num_inputs, code, dict(called)
@@ -115,20 +115,21 @@ class _Program:
 
 class OwnLayers(nn.Module):
     """The layers that `layers_of` and `split` return. Give them to a `Pipeline`, or call this module to run
-    them one after the other. Running them by hand requires passing the portals, values that skip layers.
+    them one after another. To call layers separately, pass portals (values that skip layers) from layer to
+    layer.
 
     `state_dict`, `parameters` and so on are the model's, which shares its modules with the layers. `len`,
     iteration and indexing are over the layers.
 
     Args:
         model: the model.
-        parts: its layers by name, in order. What none of them holds goes to the first that shares it, or to
-            the first.
+        parts: its layers by name, in order. A tensor that none of them holds goes to the first layer that
+            shares it, or to the first layer.
     """
 
     def __init__(self, model: nn.Module, parts: Mapping[str, Part]) -> None:
         super().__init__()
-        self._whole = [model]  # in a list, so that it is no module of ours
+        self._whole = [model]  # in a list, so that it is no submodule
         self._parts = dict(parts)
         _take_over(self, model)
         layers = list(self._parts.values())
@@ -159,7 +160,7 @@ class OwnLayers(nn.Module):
         return tuple(self._parts)
 
     def forward(self, value: Any) -> Any:
-        """Runs the layers one after the other."""
+        """Runs the layers one after another."""
         return run_through(tuple(self), value)
 
     def train(self, mode: bool = True) -> OwnLayers:
@@ -176,14 +177,14 @@ class OwnLayers(nn.Module):
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
         found = super().load_state_dict(*arguments, **options)
-        follow(list(self), self)  # with assign=True there are other parameters now
+        follow(list(self), self)  # assign=True replaces the parameters
         return found
 
     def give_to(self, owner: nn.Module, parts: Sequence[Part]) -> None:
-        """Makes the modules of `parts` those of `owner`, under the model's names.
+        """Registers the modules of `parts` in `owner`, under the model's names.
 
-        If these are all layers, `owner` gets the model's own tree, and stays one with the model; otherwise a
-        tree with nothing else in it.
+        If `parts` are all layers, `owner` shares the model's own tree; otherwise it gets a tree of these
+        modules only.
         """
         for part in parts:
             for name in part.held():
@@ -201,7 +202,8 @@ class OwnLayers(nn.Module):
 def chosen(
     inputs: Sequence[str] | None, needed: Sequence[str], allowed: Sequence[str], model: str
 ) -> tuple[str, ...]:
-    """The arguments of a model's forward that a batch holds: `inputs`, or else those that are `needed`."""
+    """Returns the arguments of a model's forward that a batch holds: `inputs`, else those that are `needed`.
+    """
     found = tuple(needed if inputs is None else inputs)
     if isinstance(inputs, str) or not 0 < len(set(found)) == len(found) or not set(found) <= set(allowed):
         raise ValueError(
@@ -221,7 +223,7 @@ def follow(parts: Sequence[Part], tree: nn.Module) -> None:
 
 
 def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters and buffers by all of their names; a tied one has several."""
+    """Yields parameters and buffers by all of their names; a tied tensor has several."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -230,14 +232,14 @@ def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _take_over(module: nn.Module, tree: nn.Module) -> None:
-    """`module` and `tree` have one set of parameters, buffers and modules from now on."""
+    """Makes `module` share the parameters, buffers and modules of `tree`."""
     for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
         module.__dict__[table] = tree.__dict__[table]
 
 
 def _pruned(model: nn.Module, parts: Sequence[Part]) -> nn.Module:
-    """The model's tree with nothing in it but what the parts hold, in the model's order: the first name of a
-    weight is the same.
+    """The model's tree with only what the parts hold, in the model's order, so that a tied weight's first
+    name stays the same.
     """
     tree = nn.Module()
     holders = {name: part for part in parts for name in (*part._modules, *part.held())}
@@ -257,13 +259,13 @@ def _pruned(model: nn.Module, parts: Sequence[Part]) -> nn.Module:
 
 
 def _put(tree: nn.Module, name: str, part: Part) -> None:
-    """The opposite of `Part.hold`."""
+    """Registers a tensor of `part` in `tree`: the opposite of `Part.hold`."""
     path, _, last = name.rpartition(".")
     _share(part, name, _reach(tree, path), last)
 
 
 def _share(source: nn.Module, name: str, target: nn.Module, new_name: str) -> None:
-    """Gives the parameter or buffer `name` of one module to another one, too."""
+    """Registers the parameter or buffer `name` of one module in another one, too."""
     if name in source._parameters:
         target._parameters[new_name] = source._parameters[name]
     else:
@@ -273,7 +275,7 @@ def _share(source: nn.Module, name: str, target: nn.Module, new_name: str) -> No
 
 
 def _reach(tree: nn.Module, path: str) -> nn.Module:
-    """The module at `path`, made where it is not there."""
+    """The module at `path`; missing modules are created."""
     for name in path.split(".") if path else ():
         found = tree._modules.get(name)
         if found is None:

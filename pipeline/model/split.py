@@ -1,15 +1,15 @@
-"""Any module as a sequence of layers, cut where it is told to or where it balances.
+"""Cuts any module into a sequence of layers, before named modules or where the layers balance.
 
-`torch.fx` runs the forward once on stand-ins that write down what is done with them. A module that is not
-looked into is called in the graph as it stands: it can do anything. Only what lies between such modules must
-be the same computation for all inputs; so no module is looked into that cannot be, and a model is refused
-only where the forward that has to be cut does what no graph can hold. (`torch.export` would write down single
-operations: the modules, by which batch normalization, dropout and names are known, would be gone.) It is
-traced twice, in training and in evaluation mode; a layer follows its own.
+`torch.fx` runs the forward once on proxies that record each operation. Modules that are not traced into are
+calls in the graph, and may do anything. Only the code between them must compute the same for all inputs; so
+modules that fx cannot trace are not traced into, and a model is refused only if the forward that has to be
+cut does what a graph cannot hold. (`torch.export` would record single operations and lose the modules, by
+which batch normalization, dropout and names are known.) A model is traced in training and in evaluation mode;
+a layer follows its own mode.
 
-What crosses a cut is what is computed before it and used behind it; a tensor that the next layer has no use
-for is passed on by it. Sizes and other numbers do not travel: they are read again, behind the cut, from a
-tensor that does. Parameters and buffers are read where they are used.
+A tensor crosses a cut if it is computed before and used behind; a layer passes on tensors that only later
+layers use. Sizes and other numbers do not cross: they are read again, behind the cut, from a tensor that
+does. Parameters and buffers are read where they are used.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ def split(
     inputs: Sequence[str] | None = None,
     example: Tree | None = None,
 ) -> OwnLayers:
-    """A model as the layers that a `Pipeline` takes, with what is alive at a cut passed from one to the next.
+    """Returns a model as the layers that a `Pipeline` takes; tensors needed after a cut pass from layer to
+    layer.
 
     Args:
-        model: any module whose forward takes tensors. It is not changed, and shares its modules with the
-            layers: what is trained is the model. Parameters and buffers keep their names.
-        at: names of modules in the model, before whose first calls it is cut. Only what contains these
-            modules is looked into; everything else stays as it is.
-        num_layers: instead of `at`: how many layers to cut it into, balanced by parameters, or by what the
-            parts cost on `example`.
-        inputs: which arguments of the model's forward a batch holds, in its order: a tensor for one, a tuple
-            for several. Default: those that have no default.
-        example: a micro-batch, also on the meta device.
+        model: any module whose forward takes tensors. It is not changed. The layers share its modules, so
+            training them trains the model. Parameters and buffers keep their names.
+        at: names of modules; the model is cut before the first call of each. Only modules that contain these
+            are traced into.
+        num_layers: instead of `at`: the number of layers, balanced by parameters, or by costs on `example`.
+        inputs: the arguments of the model's forward that a batch holds, in its order: a tensor for one, a
+            tuple for several. Default: those without a default.
+        example: a micro-batch; it may be on the meta device.
 
-    `ValueError` if a name is not a module or is not called, and where the forward to be cut does what a graph
-    cannot hold, with what to do then.
+    `ValueError` if a name is not a module or is not called, or if the forward to be cut does what a graph
+    cannot hold; the message says what to do.
     """
     if (at is None) == (num_layers is None):
         raise ValueError("give either at=, the names of modules to cut before, or num_layers=")
@@ -120,7 +120,7 @@ def _named(traces: Mapping[bool, Tracer], at: Sequence[str]) -> list[Call]:
 def _balanced(
     model: nn.Module, traces: Mapping[bool, Tracer], num_layers: int, example: Tree | None
 ) -> list[Call]:
-    """Where to cut into layers of which the largest is smallest."""
+    """Returns the cuts for which the largest layer is smallest."""
     places: list[Call] = []
     order = {place: i for i, place in enumerate(_cuttable(traces[False]))}
     nodes = set()
@@ -144,8 +144,8 @@ def _balanced(
 def _cuttable(trace: Tracer) -> dict[Call, fx.Node]:
     """The calls before which the forward may be cut, in its order.
 
-    Something must come before. And what is changed in place must be so in the part that made it: behind a cut
-    it is another tensor than what the parts before it, or views of it, hold.
+    A cut needs something before it. A tensor that is changed in place must be made in the same layer: behind
+    a cut it is another tensor than the one that earlier layers, or their views, hold.
     """
     order = {node: i for i, node in enumerate(trace.graph.nodes)}
     forbidden: set[int] = set()
@@ -162,7 +162,7 @@ def _cuttable(trace: Tracer) -> dict[Call, fx.Node]:
 
 
 def _layers(model: nn.Module, traces: Mapping[bool, Tracer], places: Sequence[Call]) -> OwnLayers:
-    """The layers that begin at these calls; the first begins with the inputs."""
+    """The layers that begin at `places`; the first layer begins with the inputs."""
     pieces = {mode: _pieces(found, places) for mode, found in traces.items()}
     titles = [name if call == 0 else f"{name}, call {call + 1}" for name, call in places]
     titles.insert(0, f"what comes before {titles[0]}" if titles else "the model")
@@ -180,14 +180,14 @@ def _layers(model: nn.Module, traces: Mapping[bool, Tracer], places: Sequence[Ca
 
 
 def _pieces(trace: Tracer, starts: Sequence[Call]) -> list[fx.Graph]:
-    """The graph of one mode, cut before the calls `starts`: each piece takes what the one before it gives."""
+    """The graph of one mode, cut before the calls `starts`; each piece takes what the one before returns."""
     nodes = list(trace.graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     bounds = [0, *(order[trace.calls[place]] for place in starts), len(nodes)]
     pieces = [nodes[start:stop] for start, stop in pairwise(bounds)]
     piece_of = {node: i for i, own in enumerate(pieces) for node in own}
     needed = [_needed(own, i, piece_of) for i, own in enumerate(pieces)]
-    crossing: list[list[fx.Node]] = [[]]  # crossing[i]: what piece i takes
+    crossing: list[list[fx.Node]] = [[]]  # the inputs of piece i
     for i in range(1, len(pieces)):
         later = set().union(*(tensors for tensors, _ in needed[i:]))
         crossing.append(sorted([node for node in later if piece_of[node] < i], key=order.__getitem__))
@@ -196,7 +196,7 @@ def _pieces(trace: Tracer, starts: Sequence[Call]) -> list[fx.Graph]:
         graph = fx.Graph()
         made = {node: graph.placeholder(node.name) for node in crossing[i]}
         again = sorted(needed[i][1], key=order.__getitem__)
-        # A parameter may be read before the cut and used behind it.
+        # A parameter that is read before a cut may be used behind it only.
         used = [n for n in own if not _anywhere(n) or i in {piece_of[user] for user in n.users}]
         for node in (*again, *used):
             if node.op != "output":
@@ -230,11 +230,11 @@ def _needed(
 
 
 def _anywhere(node: fx.Node) -> bool:
-    """Whether a value needs not travel, because it can be had again."""
+    """Whether a value need not cross cuts, because it can be computed again."""
     return node.op == "get_attr" or is_number(node)
 
 
-# What the forward computes, as a graph of calls of its modules and of functions between them
+# Tracing the forward: a graph of calls of modules, and of functions between them
 
 
 def inputs_of(model: nn.Module, inputs: Sequence[str] | None) -> tuple[str, ...]:
@@ -247,11 +247,11 @@ def inputs_of(model: nn.Module, inputs: Sequence[str] | None) -> tuple[str, ...]
 
 
 class Tracer(fx.Tracer):
-    """A forward, written down: `graph`, and the tensors that it made out of nothing, `constants`.
+    """Traces a forward into `graph`, `calls` (where each call of a module begins) and `constants` (tensors
+    that the forward creates without inputs).
 
-    `opened` are the names of the modules that must be looked into; None looks into all that can be and that
-    are not torch's own. `ValueError` where the model itself, or one of `opened`, does what a graph cannot
-    hold.
+    `opened` are the modules to trace into; None: all that can be traced, except torch's own. `ValueError` if
+    the model itself, or one of `opened`, does what a graph cannot hold.
     """
 
     def __init__(self, model: nn.Module, inputs: Sequence[str], opened: Collection[str] | None) -> None:
@@ -260,12 +260,12 @@ class Tracer(fx.Tracer):
         self.opened = opened
         self.constants: dict[str, Tensor] = {}
         self._model = model
-        self._closed: set[nn.Module] = set()  # could not be looked into
-        self._begun: list[tuple[str, fx.Node]] = []  # every call of a module, and what came before it
+        self._closed: set[nn.Module] = set()  # fx failed to trace into these
+        self._begun: list[tuple[str, fx.Node]] = []  # each call of a module, and the node before it
         self.calls: dict[Call, fx.Node] = {}
 
     def run(self, *, training: bool) -> None:
-        """Writes down the forward in a mode of the model, which gets its own modes back."""
+        """Traces the forward in one mode; afterwards the modules have their former modes again."""
         model, before = self._model, _Before(self._model)
         modes = [(module, module.training) for module in model.modules()]
         if model.training is not training:
@@ -285,7 +285,7 @@ class Tracer(fx.Tracer):
             for module, mode in modes:
                 module.training = mode
 
-    # What fx asks
+    # Methods that fx calls
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         given = {name: self.create_proxy("placeholder", name, (), {}) for name in self.inputs}
@@ -324,15 +324,15 @@ class Tracer(fx.Tracer):
             result = super().call_module(m, forward, args, kwargs)
             before.check()
         except Exception:
-            # Whatever it is: somebody else's forward may raise anything about stand-ins. Such a module is
-            # called as it stands, and what is really wrong with it shows when it runs.
+            # A user's forward may raise anything for proxies. The module becomes a call in the graph; if its
+            # forward is really wrong, that shows when it runs.
             before.undo()
             if self.opened is not None:
                 raise
             for node in reversed(self.graph.nodes):  # forget the attempt
                 if node is last:
                     break
-                if node.op != "get_attr":  # fx hands these out again
+                if node.op != "get_attr":  # fx reuses these
                     self.graph.erase_node(node)
             self.module_stack, self.constants = stack, constants
             del self._begun[begun:]
@@ -341,8 +341,8 @@ class Tracer(fx.Tracer):
         return result
 
     def _arrange(self, graph: fx.Graph) -> None:
-        """Moves what takes something out of a result right behind it, so that only tensors cross a cut; then
-        says where each call of a module begins.
+        """Moves indexing and attribute access right behind the node they read, so that only tensors cross a
+        cut; then records where each call of a module begins.
         """
         nodes = list(graph.nodes)
         places = {node: i for i, node in enumerate(nodes)}
@@ -363,7 +363,8 @@ class Tracer(fx.Tracer):
 
 
 def _plain(output: Any) -> Any:
-    """The output; `ValueError` for containers of a class that a graph would replace by Python's own."""
+    """Returns the output; `ValueError` for subclasses of tuple, list and dict, which a graph would replace.
+    """
     if isinstance(output, tuple | list | dict) and type(output) not in (tuple, list, dict):
         raise ValueError(
             f"it gives a {type(output).__name__}, which would come back as one of Python's own; let it "
@@ -376,8 +377,8 @@ def _plain(output: Any) -> Any:
 
 
 class _Before:
-    """What a module's forward may change beside what it computes, as it was before: attributes, buffers, and
-    the generators of torch and of Python.
+    """A module's state before its forward: attributes, buffers, and the random generators of torch and
+    Python.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -404,7 +405,7 @@ class _Before:
             raise ValueError(f"{kind} draws random numbers whose shape no input decides")
 
     def undo(self) -> None:
-        """Puts all of it back."""
+        """Restores the state."""
         attributes, buffers = vars(self._module), self._module._buffers
         for name in _attributes(self._module).keys() - self._attributes.keys():
             del attributes[name]
@@ -423,7 +424,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether a value is a size, a number made of sizes, or what else describes a tensor."""
+    """Whether a node's value describes a tensor (size, dtype, device) or is computed from such values."""
     if node.op == "call_method":
         return node.target in _ASKING
     if node.op != "call_function":

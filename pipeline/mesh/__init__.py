@@ -1,1 +1,1 @@
-"""The grid of a job: pipelines beside each other, and what they do together."""
+"""Grids of processes: data, sharded-data and tensor parallelism beside pipelines."""

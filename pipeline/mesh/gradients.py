@@ -1,16 +1,16 @@
-"""Operations on all gradients of a step: sums over stages that share a weight, clipping and loss scaling; and
-the refusal of optimizers that would need more than one rank's gradients.
+"""Operations on all gradients of a step: sums over stages that share a weight, clipping, loss scaling; and
+the check for optimizers that need more than one rank's gradients.
 
-The norm is made of one norm per parameter in the model's order, so that every number of stages gives the same
-bits. Where processes have a part of a gradient each, the norms of parts travel once for each dimension of the
-mesh along which there are parts, and the gradient's norm is the plain model's to rounding.
+The norm is computed from one norm per parameter in the model's order, so that every number of stages gives
+the same bits. Where processes have parts of a gradient, the norms of the parts are gathered along each such
+dimension of the mesh; the result equals the plain model's to rounding.
 
-Weights that several stages share, such as an embedding that is the output layer too, are one parameter in one
-process, and autograd adds up what its stages give it. Each further process that uses such a weight has a copy
-of it, and all copies must take the same steps. So what is in `.grad` after the last backward of a step is
-summed over the owners once, through the host's memory, and every owner gets the sum: equal optimizers then
-keep the copies equal, bit for bit. On a grid the first owner sums over the replicas, too, because the stages
-of a weight end their backwards at different times and none of them knows that its gradient is whole.
+A weight that several stages share, such as an embedding that is also the output layer, is one parameter
+within a process, where autograd sums its gradients. Each further process that uses it has a copy, and all
+copies must take the same steps. So after the last backward of a step `.grad` is summed over the owners,
+through the host's memory, and every owner gets the sum: equal optimizers then keep the copies equal, bit for
+bit. On a grid the first owner also sums over the replicas, because the stages of a weight end their backwards
+at different times, and none knows when the gradient is complete.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def clip(
     max_norm: float,
     norm_type: float,
 ) -> Tensor:
-    """Scales the gradients of all `stages` so that the norm of all together is at most `max_norm`; `copies`
-    are parameters among theirs that another rank counts. `gather` gives what every rank brings, in the order
-    of the ranks; it is None where all stages are in this process.
+    """Scales the gradients of all `stages` so that their joint norm is at most `max_norm`. `copies` are
+    parameters that another rank counts. `gather` returns all ranks' objects in the order of ranks; None: all
+    stages are in this process.
 
     Returns the norm before, a float64 scalar.
     """
-    own: dict[int, list[nn.Parameter]] = {}  # each counts for the first of the stages that have it
+    own: dict[int, list[nn.Parameter]] = {}  # each counts for the first stage that has it
     everything = dict.fromkeys(copies)
     for index, stage in stages.items():
         of_stage = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
@@ -60,7 +60,7 @@ def clip(
     total: Tensor = torch.linalg.vector_norm(norms, norm_type)
     whole = [parameter for parameter in everything if not is_divided(parameter)]
     torch.nn.utils.clip_grads_with_norm_(whole, max_norm, total)
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it, which takes no mixture
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's formula; its function takes no mixture
     for parameter in everything:
         if is_divided(parameter) and (gradient := local(parameter.grad)) is not None:
             gradient.mul_(scale)
@@ -74,7 +74,7 @@ def _norms(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.d
     """
     norms = torch.zeros(len(parameters), dtype=torch.float64, device=device)
     if norm_type == -math.inf:
-        norms.fill_(math.inf)  # of what is empty or absent, until something is found
+        norms.fill_(math.inf)  # the minimum of no elements
     present = [(i, g) for i, p in enumerate(parameters) if (g := local(p.grad)) is not None and g.numel()]
     if present:
         found = torch._foreach_norm([gradient for _, gradient in present], norm_type)
@@ -93,7 +93,7 @@ def _norms(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.d
 
 
 def _groups_of_parts(parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.ProcessGroup, ...], list[int]]:
-    """The parameters by the processes that have parts of them, in the order of the parameters."""
+    """Groups the parameters by the processes that have parts of them, in the order of the parameters."""
     found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for i, parameter in enumerate(parameters):
         if is_divided(parameter):
@@ -101,7 +101,7 @@ def _groups_of_parts(parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.Proc
             groups = tuple(
                 mesh.get_group(dimension)
                 for dimension, placement in enumerate(parameter.placements)  # type: ignore[attr-defined]
-                # Not `is_shard`: parts of parts, fsdp around tp, are of another class.
+                # Not `is_shard`: shards along fsdp of parts along tp are of another class.
                 if not placement.is_replicate() and mesh.size(dimension) > 1
             )
             if groups:
@@ -112,11 +112,11 @@ def _groups_of_parts(parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.Proc
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for the gradients of a pipeline; made by `Pipeline.scaler`.
 
-    torch's skips an optimizer's step, and lowers its scale, where it finds an infinite gradient among the
-    parameters that it sees, which over processes are those of one rank. Here what a rank finds is told to
-    all others before any decides: `step` and `unscale_` wait for all ranks, which must call them alike; a
-    rank that does not come ends the pipeline as in a step. A rank without trainable parameters passes None
-    for the optimizer. `state_dict` is the same on every rank.
+    torch's scaler skips an optimizer's step and lowers its scale where it finds an infinite gradient among
+    the parameters that it sees, those of one rank. Here each rank tells all others before any decides: `step`
+    and `unscale_` wait for all ranks, which must call them alike; a rank that does not come ends the pipeline
+    as in a step. A rank without trainable parameters passes None for the optimizer. `state_dict` is the same
+    on every rank.
     """
 
     def __init__(self, pipeline: Any, device: str, **options: Any) -> None:
@@ -142,7 +142,7 @@ class GradScaler(torch.amp.GradScaler):
         found: dict[torch.device, Tensor] = {}
         if optimizer is not None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = found or {found_inf.device: found_inf}  # of a rank without gradients
+        found = found or {found_inf.device: found_inf}  # this rank has no gradients
         if self.pipeline.group is not None:
             anywhere = any(self.pipeline.gather(any(bool(flag) for flag in found.values())))
             for flag in found.values():
@@ -151,8 +151,8 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def refuse_optimizers(pipeline: nn.Module) -> None:
-    """From now on `ValueError` for an optimizer that would do something else with one rank's part of a
-    `pipeline` than with the plain model.
+    """Makes optimizers raise `ValueError` in `step` if they would treat one rank's part of a `pipeline`
+    differently from the plain model.
     """
     watched = ref(pipeline)
 
@@ -179,15 +179,15 @@ class Tie:
 
     parameter: nn.Parameter
     names: tuple[str, ...]  # in the plain model; checkpoints use the first
-    stages: tuple[int, ...]  # that use it, in order
-    ranks: tuple[int, ...]  # whose stages these are, each once, that of the first stage first
+    stages: tuple[int, ...]  # stages that use it, in order
+    ranks: tuple[int, ...]  # the stages' ranks, each once, the first stage's first
 
 
 def find_ties(
     named: Sequence[tuple[str, nn.Module]], spans: Iterable[range], homes: Sequence[int]
 ) -> tuple[Tie, ...]:
-    """The parameters with several places in the layers; `homes` are the ranks of the stages. Parameters of a
-    layer without a name have the model's names already.
+    """The parameters that several layers share, or one layer under several names; `homes` gives each stage's
+    rank. Parameters of a layer without a name have the model's names already.
     """
     places: dict[nn.Parameter, list[tuple[str, int]]] = {}
     for stage, span in enumerate(spans):
@@ -206,8 +206,8 @@ def find_ties(
 
 
 class TiedWeights:
-    """Keeps the copies of the `ties` equal that this rank has in its part of the `model`. `over_replicas`
-    gives the sum of the gradients of a parameter that the replicas of this rank bring, where there are any.
+    """Keeps this rank's copies of the `ties` in its part of the `model` equal to the other ranks'.
+    `over_replicas` sums a parameter's gradient over this rank's replicas, if it has any.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class TiedWeights:
         ]
         self.copies = frozenset(tie.parameter for tie in self._ties if tie.ranks[0] != ranks.rank)
         """Parameters of this rank whose first owner is another rank, which counts them."""
-        self._held: dict[nn.Parameter, Tensor | None] = {}  # what was in .grad before the step
+        self._held: dict[nn.Parameter, Tensor | None] = {}  # `.grad` from before the step
 
     def share_values(self) -> None:
         """Copies the first owner's values to all owners."""
@@ -242,7 +242,7 @@ class TiedWeights:
     def begin(self) -> None:
         """Before a training step: sets aside what is in `.grad`.
 
-        `RuntimeError` if another parameter stands where the weight was: its gradients would not be summed.
+        `RuntimeError` if the weight was replaced by another parameter, whose gradients would not be summed.
         """
         for parameters, name, tie in self._places:
             if parameters.get(name) is not tie.parameter:
@@ -286,7 +286,7 @@ class TiedWeights:
         if self._ranks.rank != first:
             collectives.send_tensor(total, first)
             return None
-        for rank in reversed(others):  # in the order in which a plain backward meets the uses
+        for rank in reversed(others):  # the order of the uses in a plain backward
             theirs = collectives.receive_tensor(tie.parameter, rank)
             if theirs is not None:
                 total = theirs if total is None else theirs.add_(total)

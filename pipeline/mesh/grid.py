@@ -1,5 +1,5 @@
-"""Where a process is in the grid of a job: which pipeline it belongs to, who else holds the same stage, and
-who ends with it. Nobody else asks torch's `DeviceMesh`, which gives ranks places along named dimensions:
+"""Places a process in a job's grid: its pipeline, the replicas of its stage, and the ranks that fail with it.
+This is the only module that reads torch's `DeviceMesh`, which places ranks along named dimensions:
 
     pp    the workers of a pipeline, in order
     dp    pipelines beside each other, each with all parameters, which take shares of a batch
@@ -8,10 +8,10 @@ who ends with it. Nobody else asks torch's `DeviceMesh`, which gives ranks place
 
     init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))     two pipelines of four ranks: 0-3 and 4-7
 
-A *replica* is a pipeline that takes a share of the batch of its own: there are dp x fsdp of them.
+A *replica* is a pipeline with its own share of the batch: there are dp x fsdp of them.
 
-Gradients travel in buckets, because a collective costs the same few messages whatever it moves; all replicas
-begin the same ones in the same order.
+Gradients travel in buckets, because a collective has the same latency whatever its size. All replicas begin
+the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from ..ranks.failure import FailureDetector, Store, backend, bounded, missing, w
 from ..ranks.wire import Connection, ObjectCollectives, TensorSpec, Transit
 
 NAMES = ("dp", "fsdp", "pp", "tp")
-_BATCH = ("dp", "fsdp")  # along these every rank has a share of the batch of its own
+_BATCH = ("dp", "fsdp")  # along these, ranks have shares of the batch
 
 
 class Grid:
-    """The grid of a job, seen from this process.
+    """One process's view of the grid of a job.
 
     Args:
-        mesh: torch's, with dimensions of `NAMES`; nobody else is asked
+        mesh: torch's, with dimensions of `NAMES`
 
     Attributes:
-        ranks: of the job, row by row
-        batch_group: the processes that hold the same part of the same stage in all replicas; None where this
-            is the only one, and until `join`
+        ranks: all ranks of the mesh, row by row
+        batch_group: the processes that hold the same part of the same stage in all replicas; None before
+            `join`, and where this process is the only one
 
     Raises:
-        ValueError: a name that means nothing here, a mesh without `pp`, a process outside of it, ranks that
-            do not ascend along a dimension.
+        ValueError: an unknown dimension, a mesh without `pp` or without this process, ranks that do not
+            ascend along a dimension.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -109,15 +109,14 @@ class Grid:
         return found
 
     def coordinates(self, rank: int) -> str:
-        """Where a rank of the mesh is, as in "dp=1 pp=0"."""
+        """The coordinates of a rank, such as "dp=1 pp=0"."""
         place = dict(zip(self._sizes, (self.mesh.mesh == rank).nonzero()[0].tolist(), strict=True))
         return " ".join(f"{name}={place[name]}" for name in NAMES if name in place)
 
 
 def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
-    """The grid of a mesh whose dimensions are named, and what is known of failures in it: all ranks of the
-    mesh end together. Every rank of the mesh must call; `ActionError` names one that does not come within
-    the timeout.
+    """The grid of a mesh with named dimensions, and its failure detector: all ranks of the mesh fail
+    together. Every rank of the mesh must call; `ActionError` names one that does not come within the timeout.
     """
     grid = Grid(mesh)
     everybody, pipeline = dist.group.WORLD, grid.group("pp")
@@ -135,7 +134,7 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
     with detector.building():
         store.exchange("here", "")
         detector.watch(watch_in_thread)
-        try:  # torch connects processes, and would wait as long as the user's process group says
+        try:  # torch connects the processes, with the user's timeout
             grid.batch_group = bounded(batch_group, timeout_s, store.failure)
         except TimeoutError as error:
             what = f"not all ranks connected within {timeout_s:g} s"
@@ -144,7 +143,7 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
 
 
 def watch_over(grid: Grid, detector: FailureDetector) -> None:
-    """From now on the timeout bounds collectives in the groups of the mesh, which a failure closes."""
+    """Bounds collectives in the groups of the mesh by the timeout; a failure closes the groups."""
     groups = [grid.group(name) for name in NAMES if name != "pp" and grid.size(name) > 1]
     known = [group for group in dict.fromkeys((*groups, grid.batch_group)) if group is not None]
     detector.watch_over(known, grid.mesh.device_type)
@@ -154,12 +153,12 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """The processes of `group`, which run the same stage of one pipeline each, here on `device`. All of them
-    make it, and call the same methods in the same order. What connects them is theirs alone; a failure that
-    the `detector` learns of cuts it.
+    """The processes of `group`, which run the same stage, one in each pipeline, here on `device`. All of them
+    construct it and call the same methods in the same order. It has connections of its own, which the
+    `detector` closes at a failure.
 
-    What waits for other replicas does so no longer than the timeout, and raises `PeerError` if one is missing
-    and `StoreError` as the store does.
+    Methods wait for other replicas no longer than the timeout; they raise `PeerError` if one is missing and
+    `StoreError` like the store.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, detector: FailureDetector) -> None:
@@ -180,7 +179,7 @@ class Replicas:
         return connection
 
     def _reached(self, call: Callable[[], T]) -> T:
-        """The result of a collective, which waits for other replicas no longer than the timeout."""
+        """The result of a collective, with torch's error as a `PeerError`."""
         try:
             return call()
         except RuntimeError as error:
@@ -197,14 +196,14 @@ class Replicas:
         return self._of_objects.gather(mine)
 
     def numbers(self, mine: int) -> list[int]:
-        """Each replica's number, of at most 63 bits, at the price of one message."""
+        """Each replica's number, of at most 63 bits, in a single message."""
         found = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         gather = self._of_hosts.backend.allgather
         self.wait(self._reached(lambda: gather([found], [torch.tensor([mine])])))
         return [int(each) for each in found]
 
     def sum(self, numbers: Tensor) -> Transit:
-        """Begins to make `numbers`, a contiguous tensor, the sum over the replicas, the same bits on all."""
+        """Begins to replace `numbers`, a contiguous tensor, by its sum over replicas, equal in every bit."""
         by = self._sums if devices.is_accelerator(numbers.device) else self._of_hosts
         return self._reached(lambda: by.backend.allreduce([numbers]))  # type: ignore[no-any-return]
 
@@ -220,14 +219,14 @@ class Replicas:
                 there[position].copy_(view)
 
     def wait(self, work: Transit) -> None:
-        """Waits until the result of `work` may be used, on an accelerator by work that is enqueued later."""
+        """Waits until the result of `work` may be used; on an accelerator, by work enqueued later."""
         with self._detector.device_waits.waiting(None, None):
             self._reached(work.wait)
 
 
 class GlobalShares(Sequence[float]):
-    """The share of each micro-batch of this replica in the examples of all replicas. How many the others
-    have is asked at once and waited for when somebody wants to know, which is behind the first forward.
+    """The weight of each of this replica's micro-batches: its share of all replicas' examples. The sum over
+    replicas begins at once and is waited for at the first use, behind the first forward.
     """
 
     def __init__(self, lengths: Sequence[int], replicas: Replicas) -> None:
@@ -241,18 +240,18 @@ class GlobalShares(Sequence[float]):
     def __getitem__(self, index: Any) -> Any:
         if self._work is not None:
             self._replicas.wait(self._work)
-            self._work = None  # it would keep the connection open
+            self._work = None  # frees the connection
         return self._lengths[index] / int(self._examples)
 
 
 class FlatBucket:
-    """Tensors of one dtype on one device that travel together, end to end, each laid out in memory as it is,
-    with a mark for each behind them.
+    """Tensors of one dtype and device, sent together: end to end, each in its own layout, followed by a mark
+    for each.
 
     Attributes:
-        positions: which tensors of a list they are
-        views: the place of each, when it is filled
-        marks: likewise a number for each, 0 for one that is missing
+        positions: indices of the tensors in a list
+        views: each tensor in the filled bucket
+        marks: a number for each, 0 for a missing one
     """
 
     def __init__(self, positions: Sequence[int], like: Sequence[Tensor]) -> None:
@@ -268,8 +267,8 @@ class FlatBucket:
         self.marks = torch.empty(0)
 
     def fill(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Copies the tensors into new memory, zeros for a missing one. Returns the whole memory as real
-        numbers, which is what collectives add.
+        """Copies the tensors into new memory, zeros for a missing one. Returns all of it as real numbers,
+        which collectives can add.
         """
         memory = torch.empty(self._num_elements + len(tensors), dtype=self._dtype, device=self._device)
         self.views, start = [], 0
@@ -289,15 +288,15 @@ class FlatBucket:
 def buckets_of(
     tensors: Sequence[Tensor], order: Iterable[int] = (), bucket_bytes: float | None = None
 ) -> list[FlatBucket]:
-    """Buckets for gradients, or other tensors, in the order in which the buckets leave.
+    """Divides gradients, or other tensors, into buckets, in the order in which they are sent.
 
-    Collectives are matched by their order alone, so it is the same on all replicas.
+    The order must be the same on all replicas, because collectives are matched by their order alone.
 
     Args:
-        tensors: what they look like, in the order of the parameters.
-        order: positions in the order in which the gradients are there; those that are left out come last,
-            the latest parameters first, as in a backward.
-        bucket_bytes: a bucket is closed when it holds as much; `bucket_bytes_of` them all if not given.
+        tensors: tensors of the same shapes, in the order of the parameters.
+        order: positions in the order in which gradients are computed; others come last, the latest parameters
+            first, as in a backward.
+        bucket_bytes: size at which a bucket is closed; default: `bucket_bytes_of` all tensors.
     """
     if bucket_bytes is None:
         bucket_bytes = bucket_bytes_of(sum(tensor.nbytes for tensor in tensors))

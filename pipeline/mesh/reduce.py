@@ -1,11 +1,11 @@
-"""What the replicas of a pipeline do together in a step, as one process takes part in it.
+"""Data parallelism: what the replicas of a pipeline do together in a step, as one process sees it.
 
-Each of them takes a share of the batch. What a micro-batch counts for is its share of the examples of all,
-and what is given back is the mean over all: of the loss, and of the gradients of each stage, which a
-`Reduction` each joins.
+Each replica takes a share of the batch. A micro-batch is weighted by its share of all replicas' examples. The
+loss, and by a `Reduction` the gradients of each stage, become means over all replicas.
 
-Along `fsdp` parameters are stored in parts and used whole (`sharding`), along `tp` they are used in parts
-(`tensor_parallel`). Both are torch's and take half a second to load, so they are loaded where asked for.
+Along `fsdp` layers compute with whole parameters that are stored in shards (`sharding`), along `tp` with
+parts (`tensor_parallel`). Both modules import parts of torch that take half a second to load, so they are
+imported only when used.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LEVELS = (2, 3)
 
 
 class DataParallel:
-    """This process's part. `replicas` hold the same stages; `splits` says whether the schedule has W, which
-    makes gradients from the first layer on; `divided` is how parameters are divided over processes.
+    """One process's part. `replicas` hold the same stages; `splits` says whether the schedule has W, whose
+    gradients come from the first layer on; `divided` says how parameters are divided.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class DataParallel:
         self._divided = divided
         self._stages: list[Stage] = []
         self._reductions: dict[int, Reduction] = {}
-        self._alike: list[nn.Parameter] = []  # of the stages, with the values of the first replica
+        self._alike: list[nn.Parameter] = []  # of the stages, equal on all replicas
 
     def start_alike(self, plan: object, model: nn.Module) -> None:
-        """Copies the first replica's parameters and buffers to all; `ValueError` if these or plans differ."""
+        """Copies the first replica's parameters and buffers to all; `ValueError` if plans differ."""
         if self.replicas is None:
             return
         values = [*model.named_parameters(), *model.named_buffers()]
@@ -58,8 +58,8 @@ class DataParallel:
             self.replicas.copy_from_first([local(value) for _, value in values])
 
     def _go_on_alike(self) -> None:
-        """Copies the first replica's new parameters, of a layer or a loss module, to all replicas.
-        `ValueError` if the replicas' new parameters differ, or if two stages would sum the same parameter.
+        """Copies parameters that layers or a loss module got since the last step from the first replica to
+        all. `ValueError` if replicas got different ones, or if two stages would sum the same parameter.
         """
         now = [parameter for stage in self._stages for parameter in stage.parameters]
         if len(now) == len(self._alike) and all(map(is_, now, self._alike)):
@@ -85,7 +85,7 @@ class DataParallel:
         self._alike = now
 
     def reduction(self, stage: Stage) -> Reduction:
-        """Returns the reduction that joins the gradients of a stage of this process."""
+        """Returns the reduction for the gradients of one of this process's stages."""
         found = Reduction()
         if self.replicas is not None and (self._divided is None or not self._divided.by_shards):
             found = Buckets(stage, self.replicas, self._bucket_bytes, splits=self._splits)
@@ -97,16 +97,16 @@ class DataParallel:
         return found
 
     def agree(self, num_microbatches: int) -> int:
-        """In how many micro-batches a pass goes that this replica would take in so many: where all fetch
-        parameters together, as many as the smallest share allows. All replicas of the first stage call.
+        """The number of micro-batches of a pass: the smallest of all replicas' where all gather parameters
+        together, else the given number. All replicas of the first stage must call.
         """
         if self.replicas is None or self._divided is None or not self._divided.by_layer:
             return num_microbatches
         return min(self.replicas.share(num_microbatches))
 
     def begin(self, lengths: Sequence[int], loss_fn: LossFn | None, *, has_loss: bool) -> Sequence[float]:
-        """A training step with micro-batches of `lengths` examples begins; what each of them counts for, on
-        the process that has the loss.
+        """Begins a training step with micro-batches of `lengths` examples. Returns the weight of each on the
+        process that has the loss.
         """
         for stage in self._stages:
             stage.look(loss_fn)
@@ -129,19 +129,19 @@ class DataParallel:
         return loss
 
     def sum_of(self, like: Tensor, gradient: Tensor | None) -> Tensor | None:
-        """The sum of the gradients that the replicas have of a parameter; None if none has any. All call."""
+        """The sum of the replicas' gradients of a parameter; None if none has one. All replicas must call."""
         assert self.replicas is not None
         (bucket,) = buckets_of([like.detach()])
         self.replicas.wait(self.replicas.sum(bucket.fill([gradient])))
         return bucket.views[0] if bucket.marks[0] else None
 
     def evaluated(self) -> None:
-        """A pass of forwards alone is over."""
+        """Ends a pass without backwards."""
         for reduction in self._reductions.values():
             reduction.evaluated()
 
     def reset(self) -> None:
-        """Drops what is held of the step, after an error."""
+        """Discards the state of a step that failed."""
         for reduction in self._reductions.values():
             reduction.reset()
 
@@ -154,7 +154,7 @@ def data_parallel_of(
     divided: Divided | None,
     schedule: Schedule,
 ) -> DataParallel | None:
-    """The work that replicas do together on a grid; None for a single pipeline that divides no parameters."""
+    """Data parallelism on a grid; None for a single pipeline with undivided parameters."""
     if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
     replicas = None
@@ -167,31 +167,32 @@ def data_parallel_of(
 
 
 class Buckets(Reduction):
-    """The `Reduction` of one stage whose replicas have all of its parameters: summed over them while the last
+    """The `Reduction` of a stage whose replicas have all of its parameters: sums gradients while the last
     backward of a step still runs.
 
         0B3 . . . . .[0B0                 ]                      the last backward of stage 0 in this step
                          .[bucket][bucket] [bucket]              each leaves as soon as all of it is there
                                                     ^            the end of the step waits
 
-    A hook of each parameter, for the time of the last backward, says that its gradient is there. When those
-    of a bucket are they are copied end to end, what was copied is from then on `.grad`, and the sum of it
-    begins. What never comes (of a parameter that the loss does not depend on) leaves with the end of the
-    backward: as zeros, with a mark, so that a parameter that no replica has a gradient for has none after it.
+    During the last backward a hook of each parameter reports that its gradient is there. When a bucket's
+    gradients are complete they are copied end to end, the copies become `.grad`, and the sum over replicas
+    begins. Gradients that never come (the loss does not depend on the parameter) are sent as zeros when the
+    backward ends, with a mark; if no replica has a gradient, `.grad` becomes None.
 
-    What was in `.grad` before the step must count once, so replica 0 adds to it and the others begin without.
+    Gradients in `.grad` from before the step must count once: replica 0 adds to them, the others start from
+    None.
     """
 
     def __init__(self, stage: Stage, replicas: Replicas, bucket_bytes: int | None, *, splits: bool) -> None:
         self._stage, self._replicas, self._splits = stage, replicas, splits
         self._bucket_bytes = bucket_bytes
         self._trainable: tuple[nn.Parameter, ...] = ()
-        self._parameters: tuple[nn.Parameter, ...] = ()  # what their gradients come in on
+        self._parameters: tuple[nn.Parameter, ...] = ()  # parameters that receive the gradients
         self._buckets: list[FlatBucket] = []
         self._number_of: dict[int, int] = {}  # the bucket of each parameter
         self._seen: set[int] = set()  # parameters whose gradient has come in
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._sent: list[tuple[Transit, bool]] = []  # and whether a gradient is missing on this replica
+        self._sent: list[tuple[Transit, bool]] = []  # with whether this replica lacks one of the gradients
 
     def begin(self) -> None:
         trainable, before = self._stage.trainable, len(self._parameters)
@@ -241,7 +242,7 @@ class Buckets(Reduction):
             bucket.empty()
 
     def _came_in(self, position: int, _: Tensor) -> None:
-        """Hook of a parameter, called when the parameter has got a gradient."""
+        """Called when a parameter has received its gradient."""
         if self._number_of[position] < len(self._sent):
             raise RuntimeError(
                 f"a parameter of stage {self._stage.index} got another gradient in a backward when the sum "
@@ -260,7 +261,7 @@ class Buckets(Reduction):
 
     @torch.no_grad()
     def _send(self) -> None:
-        """Begins the sum of the next bucket."""
+        """Begins to sum the next bucket over replicas."""
         bucket = self._buckets[len(self._sent)]
         gradients = [local(self._parameters[i].grad) for i in bucket.positions]
         if any(each is not None and each.layout is not torch.strided for each in gradients):
@@ -270,7 +271,7 @@ class Buckets(Reduction):
             )
         is_missing = any(each is None for each in gradients)
         numbers = bucket.fill(gradients)
-        del gradients  # their memory is free when the sum begins
+        del gradients  # frees them before the sum begins
         for position, gradient in zip(bucket.positions, bucket.views, strict=True):
             parameter = self._parameters[position]
             if is_divided(parameter):  # this process's part
@@ -282,8 +283,8 @@ class Buckets(Reduction):
 
 
 class Divided:
-    """The division of the layers on a grid with more than one process along `fsdp` or `tp`. `zero` says what
-    is stored in parts along `fsdp`: 2, gradients and the optimizer's state; 3, parameters too.
+    """Divides the layers on a grid with several processes along `fsdp` or `tp`. `zero` is the level: 2 shards
+    gradients and optimizer state along `fsdp`, 3 parameters too.
     """
 
     def __init__(self, grid: Grid, zero: int) -> None:
@@ -291,8 +292,8 @@ class Divided:
         self._sharding: ModuleType | None = None
         self._tensor_parallel: ModuleType | None = None
         self.makes: Callable[..., Stage] = Stage  # the class of the stages
-        self.by_shards = grid.size("fsdp") > 1  # layers are stored in parts, whose gradients torch sums
-        # Whether all holders of a layer fetch its parameters whenever it runs, in step with each other.
+        self.by_shards = grid.size("fsdp") > 1  # layers are sharded; torch sums their gradients
+        # Whether the replicas gather a layer's parameters together whenever the layer runs.
         self.by_layer = self.by_shards and zero == 3
         if self.by_shards:
             from . import sharding
@@ -306,7 +307,7 @@ class Divided:
     def check(
         self, layers: Mapping[str, nn.Module], ties: Sequence[Tie], schedule: Schedule, *, compiles: bool
     ) -> None:
-        """`ValueError` for what cannot be done with divided parameters, and what can, of the whole model."""
+        """`ValueError` for what divided parameters do not allow; the message says what to do."""
         if compiles:
             raise ValueError(
                 "compile= makes programs of layers whose parameters are whole and stay where they are; leave "
@@ -326,14 +327,14 @@ class Divided:
             self._sharding.check_sharded(layers, schedule, self._zero)
 
     def divide(self, layers: Mapping[str, nn.Module]) -> None:
-        """Leaves this process its parts of its layers' parameters; `ValueError` where that cannot be."""
+        """Replaces this process's parameters by its parts of them; `ValueError` where that is impossible."""
         if self._tensor_parallel is not None:
             self._tensor_parallel.refuse_mixed(layers)
         if self._sharding is not None:
             self._sharding.shard_layers(layers, self._grid, self._zero)
 
     def reduction(self, stage: Stage, over_replicas: Reduction, replicas: Replicas | None) -> Reduction:
-        """What joins a stage's gradients; `over_replicas` does where they are whole."""
+        """The reduction of a divided stage; `over_replicas` sums whole gradients over replicas."""
         if self._sharding is not None:
             return self._sharding.Shards(stage, self._zero, self._grid, replicas)  # type: ignore[no-any-return]
         assert self._tensor_parallel is not None, "one of the two divides"
@@ -341,7 +342,7 @@ class Divided:
 
 
 def divided_over(grid: Grid | None, zero: int | None) -> Divided | None:
-    """The division that a grid asks for; None where every process has all parameters of its stages."""
+    """The division that a grid requires; None if every process has all parameters of its stages."""
     if zero is not None and zero not in LEVELS:
         raise ValueError(f"zero={zero!r} is not known; choose one of {', '.join(map(str, LEVELS))}")
     if zero is not None and (grid is None or "fsdp" not in grid):

@@ -1,9 +1,9 @@
-"""Parameters that the holders of a stage keep a part of each, by torch's `fully_shard` on every layer.
+"""ZeRO: the replicas of a stage keep a shard of each parameter, by torch's `fully_shard` on every layer.
 
-ZeRO divides what every replica has a copy of: the state of the optimizer and the gradients (2), and the
-parameters too (3). torch gathers a layer's parameters before the layer runs and scatters the sum of its
-gradients behind its backward, by hooks; when it does so it has to be told, because a pipeline calls a layer M
-times forward, perhaps M times again, and M times backward in a step:
+ZeRO level 2 divides gradients and optimizer state among replicas, level 3 parameters too. torch gathers a
+layer's parameters before the layer runs, and after its backward reduces its gradients and scatters the sum,
+by hooks. A pipeline has to tell torch when, because it calls a layer M times forward, perhaps M times again,
+and M times backward in a step:
 
     zero=2   F F F F R B R B R B R B       gathers      a a a                 once per layer and step
                                            scatters                     s s s inside of the last B, or behind
@@ -11,14 +11,14 @@ times forward, perhaps M times again, and M times backward in a step:
     zero=3   F F F F R B R B R B R B       gathers      in every F, R and B of a layer
                                            scatters     in every B of a layer
 
-What that takes says `memory.grids`.
+`memory.grids` computes the memory that this takes.
 
-torch matches collectives by their order alone, so a replica that leaves a layer out, or has gradients of
-other parameters, would get wrong numbers, or wait, without an error. So before each collective the replicas
-tell each other what they are about to do (`Announcer`), and refuse what is not the same.
+torch matches collectives by their order alone. A replica that leaves a layer out, or has gradients of other
+parameters, would compute wrong numbers or hang without an error. So before each collective the replicas
+compare what they are about to do (`Announcer`) and raise an error if they differ.
 
-After forwards alone, gathered parameters are given up too, or the next training step would use the weights
-from before the optimizer's step.
+After a pass without backwards gathered parameters are freed, too; else the next training step would use
+weights from before the optimizer's step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .grid import Grid, Replicas
 
 
 def check_sharded(layers: Mapping[str, nn.Module], schedule: Schedule, zero: int) -> None:
-    """`ValueError` for layers and schedules whose parameters cannot be stored in parts, and what can."""
+    """`ValueError` for layers and schedules whose parameters cannot be sharded; the message says what can."""
     if zero == 3 and any(action.kind is Kind.W for action in schedule):
         raise ValueError(
             f"{schedule.name} has I and W, and with zero=3 the parameters are gone before W; use zero=2, or "
@@ -71,7 +71,7 @@ def check_sharded(layers: Mapping[str, nn.Module], schedule: Schedule, zero: int
 
 
 def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None:
-    """Divides the parameters of each layer among the holders of its stage; all of them call."""
+    """Shards the parameters of each layer over the replicas of its stage; all of them must call."""
     mesh = grid.mesh["fsdp"]
     for layer in layers.values():
         if next(layer.parameters(), None) is not None:
@@ -96,8 +96,8 @@ class Shards(Reduction):
         ]
 
     def begin(self) -> None:
-        """Fetches the parameters of the step while the stage waits for its first micro-batch. `ValueError`
-        for a parameter that is not divided, whose gradients nobody would sum.
+        """Starts gathering the step's parameters, while the stage waits for its first micro-batch.
+        `ValueError` for a parameter that is not sharded, whose gradients would not be summed.
         """
         if any(not is_divided(parameter) for parameter in self._stage.trainable):
             raise ValueError(
@@ -116,7 +116,7 @@ class Shards(Reduction):
 
     def after(self, kind: Kind, m: int, *, last: bool) -> None:
         if last and self._zero == 2:
-            # What no backward hook has ended: after W, and layers that this micro-batch did not lead to.
+            # After W, and for layers without a gradient in this micro-batch, no backward hook has run.
             for layer in self._layers:
                 layer.conclude()
 
@@ -134,13 +134,13 @@ class Shards(Reduction):
 
 
 class Announcer:
-    """Lets the replicas of a stage compare what they are about to do before they do it."""
+    """Lets the replicas of a stage compare what they are about to do."""
 
     def __init__(self, stage: int, replicas: Replicas) -> None:
         self._stage, self._replicas = stage, replicas
 
     def announce(self, what: str) -> None:
-        """Waits for all replicas. `ValueError`, on all of them, if they don't do the same."""
+        """Waits for all replicas. Raises `ValueError` on all of them if they announce different things."""
         if len(set(self._replicas.numbers(crc32(what.encode())))) == 1:
             return
         said = [f"replica {rank} {text}" for rank, text in enumerate(self._replicas.share(what))]
@@ -153,7 +153,7 @@ class Announcer:
 
 
 class _Sharded:
-    """One layer, and what is asked of its FSDP2 state; `copies` are the processes with the same parts."""
+    """One layer and its FSDP2 state; `copies` are the processes with the same shards."""
 
     def __init__(
         self,
@@ -166,11 +166,11 @@ class _Sharded:
         self.module, self._announcer = module, announcer
         self._name = f"layer {position} ({type(module).__name__.removeprefix('FSDP')})"
         self._hooked: set[nn.Parameter] = set()
-        self._with_gradient: set[str] = set()  # names of parameters, since the last sum
+        self._with_gradient: set[str] = set()  # names of parameters with a gradient since the last sum
         self._has_summed = True
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if zero == 3:  # with 2 all fetch all of them when a step begins
+        if zero == 3:  # level 2 gathers all layers when a step begins
             what = f"fetches the parameters of {self._name}"
             module.set_custom_all_gather(_Gather(partial(announcer.announce, what)))
         module.set_custom_reduce_scatter(_Scatter(self.sums))
@@ -180,22 +180,22 @@ class _Sharded:
         self._state = module._get_fsdp_state()
 
     def begin(self) -> None:
-        """A step begins that fetches the parameters once."""
+        """Begins a step that gathers the parameters once."""
         self._has_summed = False
         self.finishes(finishes=False)
         self.module.unshard(async_op=True)
 
     def finishes(self, *, finishes: bool) -> None:
-        """Whether the next backward sums the gradients and gives the gathered parameters up."""
+        """Sets whether the next backward sums the gradients and frees the gathered parameters."""
         self.module.set_is_last_backward(finishes)
         self.module.set_requires_gradient_sync(finishes, recurse=False)
         self.module.set_reshard_after_backward(finishes, recurse=False)
 
     def conclude(self) -> None:
-        """Finishes the last backward for layers that the backward did not pass through, else does nothing."""
+        """Ends the last backward of layers that it did not reach; does nothing for others."""
         self.finishes(finishes=True)
         self._state._root_post_backward_final_callback()
-        if not self._has_summed:  # torch sums nothing where there are no gradients
+        if not self._has_summed:  # without gradients, torch calls no reduction
             self.sums()
 
     def sums(self) -> None:
@@ -205,15 +205,15 @@ class _Sharded:
         self._announcer.announce(f"sums the gradients of {names} of {self._name}")
 
     def reset(self) -> None:
-        """Forgets a step that failed, with its gradients."""
+        """Discards a step that failed, with its gradients."""
         for parameter in self.module.parameters():  # type: ignore[attr-defined]
             parameter.grad = None
         self._with_gradient.clear()
-        with suppress(RuntimeError):  # of parts that were on their way; why they don't come is told already
+        with suppress(RuntimeError):  # a gather failed; the step's error says why
             self.module.reshard()
 
     def _look(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Runs before the layer, once the parameters are gathered: notes which ones get a gradient."""
+        """Runs before the layer, after the gather: hooks parameters to note which get a gradient."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
@@ -223,7 +223,7 @@ class _Sharded:
 
 
 class _Announced:
-    """A collective that runs once all holders are about to do the same, which `announce` says."""
+    """A collective that runs after `announce` has found all replicas about to run it."""
 
     def __init__(self, announce: Callable[[], None]) -> None:
         self._announce = announce
@@ -234,32 +234,32 @@ class _Announced:
 
 
 class _Gather(_Announced, DefaultAllGather):
-    """Parameters from the holders of their parts."""
+    """Gathers parameters from their shards."""
 
 
 class _Scatter(_Announced, DefaultReduceScatter):
-    """Gradients to the holders of their parts."""
+    """Scatters summed gradients to the shards."""
 
 
 class _HiddenHooks:
-    """Hides torch's hooks around a layer from what the layer and its neighbours do with their tensors.
+    """Hides the effects of torch's hooks around a layer on the layer's tensors.
 
-    The hook before makes views of the inputs, which have other strides where a dimension has the length 1.
-    Layouts of results follow strides, and masks the layouts: a recomputation, which has a graph, would drop
-    other elements than the forward. Nor may such a view be changed in place. The hook behind is lost where
-    somebody changes a view that leaves the layer in place.
+    torch's hook before a layer makes views of inputs, with other strides in dimensions of length 1. Strides
+    decide the layout of results, and layouts which elements dropout drops: a recomputation, which has a
+    graph, would drop others than the forward. Nor may such views be changed in place. torch's hook behind a
+    layer is lost if an output that is a view is changed in place.
     """
 
     def __init__(self) -> None:
         self._strides: list[tuple[int, ...]] = []
 
     def come(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Runs before torch's hook."""
+        """Runs before torch's hook before the layer."""
         leaves = tree_leaves(inputs) if torch.is_grad_enabled() else ()
         self._strides = [leaf.stride() for leaf in leaves if isinstance(leaf, Tensor)]
 
     def enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Runs after torch's hook."""
+        """Runs after torch's hook before the layer."""
         if not self._strides:
             return inputs
         strides = iter(self._strides)
@@ -283,8 +283,8 @@ class _HiddenHooks:
 
 
 class _NoView(torch.autograd.Function):
-    """Returns the same tensor in the same memory, but autograd does not see a view of it. The strides are
-    given; they may differ from the tensor's own in dimensions where strides have no effect.
+    """Returns the same memory as a tensor that autograd does not treat as a view, with the given strides;
+    they may differ from the tensor's own where strides have no effect.
     """
 
     @staticmethod

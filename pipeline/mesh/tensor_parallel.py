@@ -1,7 +1,7 @@
-"""What a pipeline asks of layers that several processes compute together, by torch's tensor-parallel plans.
+"""Tensor parallelism: layers that several processes compute together, by torch's tensor-parallel plans.
 
-The user applies a plan before the pipeline is built (`torch.distributed.tensor.parallel.parallelize_module`,
-or `models.parallel` for our Transformers); here is what a plan leaves undone:
+The user applies a plan before building the pipeline (`torch.distributed.tensor.parallel.parallelize_module`,
+or `models.parallel` for our Transformers). This module does what plans leave undone:
 
     a head count that is still the whole model's    refused: `view(..., -1)` hides it, and gradients are wrong
     plain parameters beside divided ones            refused: optimizers with `foreach` stop at the first step,
@@ -10,7 +10,7 @@ or `models.parallel` for our Transformers); here is what a plan leaves undone:
                                                     is cut as it comes, what is a part of a sum is summed
                                                     once, when the step is over
 
-A message between stages is what the layers give: a plain tensor, whole or this process's part of it.
+Messages between stages are plain tensors, whole or this process's part, as the layers return them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _FUSED = (1, 3)  # queries alone, or queries, keys and values in one matrix
 
 
 def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
-    """`ValueError` for layers that do not fit a grid with several processes along `tp`, or compute something
-    else there.
+    """`ValueError` for layers that do not fit a grid with several processes along `tp`, or would compute
+    something else there.
     """
     ranks = grid.size("tp")
     divided = {name: p for name, p in _parameters(layers) if isinstance(p, DTensor)}
@@ -47,7 +47,7 @@ def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
         )
     along_tp = grid.mesh["tp"].mesh.tolist()
     for name, parameter in divided.items():
-        # Not by the mesh: those of equal ranks are one to torch, wherever they come from.
+        # Meshes are compared by ranks: equal ones may be different objects.
         if parameter.device_mesh.mesh.tolist() != along_tp:
             raise ValueError(
                 f"{name} is divided over {parameter.device_mesh}, which is not the 'tp' of the pipeline's "
@@ -59,7 +59,7 @@ def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
 
 
 def refuse_mixed(layers: Mapping[str, nn.Module]) -> None:
-    """`ValueError` where one optimizer would be given plain and divided parameters; `layers` of a process."""
+    """`ValueError` if one process's layers have both plain and divided parameters for its optimizer."""
     names: dict[bool, str] = {}
     for name, parameter in _parameters(layers):
         names.setdefault(isinstance(parameter, DTensor), name)
@@ -79,7 +79,7 @@ def _parameters(layers: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Param
 
 
 def _check_heads(name: str, module: nn.Module, ranks: int) -> None:
-    """Whether the heads that a module counts are those of its own part of the columns."""
+    """`ValueError` if a module's head count is the whole layer's; a warning if that is unknown."""
     attribute, heads = _number(module, _HEADS)
     columns = [
         (child.weight.size(0), child.weight.to_local().size(0))
@@ -114,7 +114,7 @@ def _number(module: nn.Module, names: Iterable[str]) -> tuple[str, int | None]:
 
 
 class DividedStage(Stage):
-    """A stage with divided layers. It sends plain tensors that are complete, whatever its layers returned."""
+    """A stage with divided layers. The tensors that it sends are plain and complete."""
 
     def forward(self, m: int, received: Message | None, graph: bool) -> Message | Tensor | None:
         message = super().forward(m, received, graph)
@@ -133,8 +133,8 @@ class DividedStage(Stage):
 
 
 class Layouts(Reduction):
-    """The `Reduction` of a divided stage: keeps gradients laid out like their parameters; `over_replicas`
-    joins them with those of other replicas.
+    """The `Reduction` of a divided stage: gives gradients the layouts of their parameters. `over_replicas`
+    sums them over replicas.
     """
 
     def __init__(self, stage: Stage, over_replicas: Reduction) -> None:
@@ -144,10 +144,10 @@ class Layouts(Reduction):
         found = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
         self._parameters = [parameter for parameter in found if isinstance(parameter, DTensor)]
         self._cut: set[DTensor] = set()
-        self._summed: dict[DTensor, tuple[Placement, ...]] = {}  # how gradients came that are parts of sums
+        self._summed: dict[DTensor, tuple[Placement, ...]] = {}  # placements of partial gradients
 
     def begin(self) -> None:
-        for parameter in self._parameters:  # only those that are trained can have a hook
+        for parameter in self._parameters:  # only trained tensors can have a hook
             if parameter.requires_grad and parameter not in self._cut:
                 self._cut.add(parameter)
                 if any(placement.is_shard() for placement in parameter.placements):
@@ -169,15 +169,15 @@ class Layouts(Reduction):
 
 
 def _part_of_whole(placements: tuple[Placement, ...], gradient: Tensor) -> Tensor | None:
-    """A hook of a divided parameter: of a gradient that comes whole, this process's part."""
+    """Hook of a divided parameter: takes this process's part of a whole gradient."""
     if isinstance(gradient, DTensor) and all(each.is_replicate() for each in gradient.placements):
         return gradient.redistribute(placements=placements)
     return None
 
 
 def _one_part(gradient: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """A gradient of earlier steps as a part of a sum, to which parts are added: all of it on the first of the
-    processes along `tp`.
+    """Turns an earlier step's gradient into a partial one, to which partial gradients can be added: the first
+    process along `tp` keeps all of it.
     """
     mesh, mine = gradient.device_mesh, gradient.to_local()
     if mesh.get_local_rank() > 0:

@@ -1,3 +1,1 @@
-"""Turns models that are no nn.Sequential into sequences of layers, without changing the models or their
-names.
-"""
+"""Turns models into sequences of layers, without changing the models or their names."""

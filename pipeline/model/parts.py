@@ -115,8 +115,7 @@ class _Program:
 
 class OwnLayers(nn.Module):
     """The layers that `layers_of` and `split` return. Give them to a `Pipeline`, or call this module to run
-    them one after another. To call layers separately, pass portals (values that skip layers) from layer to
-    layer.
+    them one after another. Who calls single layers must pass on the portals, values that skip layers.
 
     `state_dict`, `parameters` and so on are the model's, which shares its modules with the layers. `len`,
     iteration and indexing are over the layers.
@@ -202,8 +201,7 @@ class OwnLayers(nn.Module):
 def chosen(
     inputs: Sequence[str] | None, needed: Sequence[str], allowed: Sequence[str], model: str
 ) -> tuple[str, ...]:
-    """Returns the arguments of a model's forward that a batch holds: `inputs`, else those that are `needed`.
-    """
+    """The arguments of a model's forward that a batch holds: `inputs`, else those that are `needed`."""
     found = tuple(needed if inputs is None else inputs)
     if isinstance(inputs, str) or not 0 < len(set(found)) == len(found) or not set(found) <= set(allowed):
         raise ValueError(

@@ -53,8 +53,7 @@ def split(
     inputs: Sequence[str] | None = None,
     example: Tree | None = None,
 ) -> OwnLayers:
-    """Returns a model as the layers that a `Pipeline` takes; tensors needed after a cut pass from layer to
-    layer.
+    """A model as the layers that a `Pipeline` takes; tensors needed after a cut pass from layer to layer.
 
     Args:
         model: any module whose forward takes tensors. It is not changed. The layers share its modules, so
@@ -363,8 +362,7 @@ class Tracer(fx.Tracer):
 
 
 def _plain(output: Any) -> Any:
-    """Returns the output; `ValueError` for subclasses of tuple, list and dict, which a graph would replace.
-    """
+    """The output; `ValueError` for a subclass of tuple, list or dict, which a graph would replace."""
     if isinstance(output, tuple | list | dict) and type(output) not in (tuple, list, dict):
         raise ValueError(
             f"it gives a {type(output).__name__}, which would come back as one of Python's own; let it "

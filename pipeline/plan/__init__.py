@@ -1,4 +1,4 @@
-"""What is decided before anything runs: schedules as data, their layout in time, the model's cuts.
+"""Schedules as data, their simulation in time, and the partition of a model into stages.
 
 Nothing here needs more than the standard library.
 """

@@ -1,30 +1,29 @@
-"""Edges between stages, and the receive buffers of workers, both derived from the schedule.
+"""Edges between stages, and each worker's receive buffers, derived from the schedule.
 
-Activations go along an edge and gradients back, one message each for a micro-batch. A receive that is posted
-only when its tensor is needed puts the whole transfer on the critical path, and posting everything at once
-would need a buffer for every micro-batch. So each direction of an edge between workers has a ring of buffers:
-the first receives are posted when the step begins, each further one when a buffer becomes free.
-1F1B, stage 1 of 3, M = 5, activations, with as many buffers as the stage before has micro-batches in flight:
+Each micro-batch sends activations along an edge and gradients back. A receive posted only when its tensor is
+needed puts the whole transfer on the critical path; posting all at once needs a buffer for every micro-batch.
+So each direction of an edge between workers has a ring of buffers: the first receives are posted when the
+step begins, the next whenever a buffer is free. 1F1B, stage 1 of 3, M = 5, activations, with as many buffers
+as the stage before has micro-batches in flight:
 
     begin: post 0, 1, 2      after B0: post 3 (buffer of 0)      after B1: post 4 (buffer of 1)
 
-**That buffers suffice is shown by a run.** A message may wait for its buffer and, as few sends may be on
-their way, its sender with it. Actions in rows with bounded buffers form a marked graph: whether it stops does
-not depend on who goes first, so if one run ends, every run does. `_run` lets all workers that can take an
-action take it, round by round; where none can, all rings get a buffer more.
+**A simulated run shows that the buffers suffice.** A message may wait for a buffer and, as few sends may be
+in progress, its sender with it. Actions in rows with bounded buffers form a marked graph, whose deadlocks do
+not depend on timing: if one run ends, every run does. In `_run` all workers that can take an action do, round
+by round; if none can, every ring gets one more buffer.
 
-**On accelerators** a receive or a send over NCCL is a kernel that spins on the device until its other end is
-there, and a wait for the whole device (an allocator that gives memory back, a `synchronize` of the user's)
-waits for it too. It never ends if the message needs work that this worker's host, which is in the wait, has
-yet to enqueue. A message that is made in round r of the run depends on earlier rounds alone, so its receive
-is posted behind this worker's actions of earlier rounds; and a worker goes on in the run only when the
-receives of all that it has sent are posted. Two workers that wait for their devices at once, each for a
-message that the other has yet to send, no order serves.
+**On accelerators** an NCCL send or receive is a kernel that occupies the device until its peer is there, and
+whatever waits for the whole device (an allocator that frees memory, a user's `synchronize`) waits for it too:
+forever, if the message depends on work that this worker's host, now waiting, has yet to enqueue. A message
+made in round r of the run depends on earlier rounds alone. So its receive is posted after this worker's
+actions of earlier rounds, and in the run a worker goes on only when receives of all its sends are posted. No
+order helps two workers that wait for their devices at once, each for a message that the other has yet to
+send.
 
-Several stages of a worker may receive from one other worker. Each has rings of its own, because its messages
-have sizes of their own, but the receives of one direction from one worker are posted in the order of need
-(`turns`): NCCL matches sends and receives by their order alone. That adds no wait: who needs a message has
-needed those before it. Only the standard library is imported.
+Several stages of a worker may receive from one worker. Each has its own rings, because message sizes differ,
+but the receives of one direction between two workers are posted in the order of need (`turns`): NCCL matches
+sends and receives by order alone. That adds no waiting: a message is needed after those before it.
 """
 
 from __future__ import annotations
@@ -39,14 +38,13 @@ from typing import NamedTuple
 from .schedule import Action, Kind, Schedule, derived, ends_of, remat_of
 from .walk import Transfer, Walk, channels
 
-# Sends on the way, per direction, before the sender waits for the oldest. With one, a late receiver would
-# hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its
-# receives already.
+# Sends in progress, per direction, before the sender waits for the oldest. With one, a late receiver would
+# stop the sender at once; more would only keep outputs alive longer, since receives are posted early.
 SENDS_ON_THE_WAY = 2
-# Receives ahead without a backward, when nothing is kept.
+# Receives posted ahead in a pass without backwards, which keeps nothing.
 FORWARDS_AHEAD = 2
 SMALL_BYTES = 2**18
-"""Total bytes of messages on their way, in one direction, whose memory does not matter."""
+"""Messages in progress in one direction may hold so much memory without a limit on their number."""
 
 
 class Edge(NamedTuple):
@@ -59,12 +57,12 @@ class Edge(NamedTuple):
 Direction = tuple[int, bool]
 """The stage that an edge leaves, and whether gradients go back (True) or activations forward (False)."""
 Rounds = dict[Action, int]
-"""The round of each action, if every action takes one round and begins as soon as it can."""
+"""The round of each action in the simulated run."""
 
 
 class Ring(NamedTuple):
-    """The receives of one direction of an edge: of the micro-batches `initial` they are posted when the step
-    begins, of `following[m]` when the buffer of m is free again (None: nothing is left to post).
+    """The receives of one direction of an edge: those of micro-batches `initial` are posted when the step
+    begins, that of `following[m]` when the buffer of m is free (None: none is left).
     """
 
     num_slots: int
@@ -73,19 +71,21 @@ class Ring(NamedTuple):
 
     @classmethod
     def of(cls, order: Sequence[int], ends: Sequence[int], num_slots: int) -> Ring:
-        """The ring for micro-batches that are needed in that order and are done with in the order `ends`."""
+        """The ring for micro-batches that are received in the given order and whose buffers are free in the
+        order `ends`.
+        """
         after = dict(zip(ends, order[num_slots:], strict=False))
         following = tuple([after.get(microbatch) for microbatch in range(len(order))])
         return cls(min(num_slots, len(order)), tuple(order[:num_slots]), following)
 
 
 class Rings(NamedTuple):
-    """The ring as a rule, and the one for small messages.
+    """The default ring, and the one for small messages.
 
-    On accelerators the receive of micro-batch m is posted when its worker has made `after[m]` calls: one for
-    each message of the chain that leaves the worker, one for each micro-batch that a stage is done with. In
-    a pass of forwards alone, whose buffers are free as soon as a message is taken, these are `after_forward`
-    and the ring is `forward`.
+    On accelerators the receive of micro-batch m is posted after `after[m]` calls of its worker: one for each
+    message sent to a neighbour stage, one for each micro-batch that a stage has finished. `after_forward` and
+    `forward` are the calls and the ring of a pass without backwards, which frees a buffer as soon as its
+    message is taken.
     """
 
     tight: Ring
@@ -95,13 +95,13 @@ class Rings(NamedTuple):
     forward: Ring | None = None
 
     def of(self, largest_bytes: int, small_bytes: int = SMALL_BYTES) -> Ring:
-        """Returns the ring to use where no message takes more than `largest_bytes`."""
+        """The ring to use if no message takes more than `largest_bytes`."""
         return self.small if largest_bytes * self.small.num_slots <= small_bytes else self.tight
 
 
 def is_one_too_many(number: int, oldest_bytes: int, small_bytes: int = SMALL_BYTES) -> bool:
-    """Whether a sender waits for the oldest of so many messages before it goes on, and lets go of it: it
-    holds the latest of each direction, and of small ones all of a step.
+    """Whether a sender with so many sends in progress must wait for the oldest, and free it: it keeps the
+    latest of each direction, and all small ones of a step.
     """
     return number > SENDS_ON_THE_WAY and number * oldest_bytes > small_bytes
 
@@ -112,8 +112,8 @@ def chain(num_stages: int) -> tuple[Edge, ...]:
 
 
 def turns(schedule: Schedule, worker: int, source: int, *, back: bool) -> tuple[tuple[int, int], ...]:
-    """(stage, micro-batch) of what `worker` receives from worker `source` along the chain or back, in the
-    order in which the receives are posted.
+    """(stage, micro-batch) of the activations, or with `back` the gradients, that `worker` receives from
+    worker `source`, in the order in which the receives are posted.
     """
     messages = channels(schedule).get((source, worker, back), [])
     return tuple([(message.target.stage, message.target.microbatch) for message in messages])
@@ -121,9 +121,9 @@ def turns(schedule: Schedule, worker: int, source: int, *, back: bool) -> tuple[
 
 @derived
 def rings_of(schedule: Schedule, accelerated: bool = False) -> dict[Direction, Rings]:
-    """The rings of every direction of an edge that joins two workers.
+    """The rings of both directions of all edges between two workers.
 
-    `accelerated` says whether messages travel from device to device, where some rings need more buffers.
+    `accelerated`: messages travel between devices (NCCL), where some rings need more buffers.
     """
     directions: dict[Direction, list[Transfer]] = {}
     for message in [each for messages in channels(schedule).values() for each in messages]:
@@ -139,7 +139,7 @@ def rings_of(schedule: Schedule, accelerated: bool = False) -> dict[Direction, R
     slots, rounds = _grown(
         schedule, tuple(Kind), {each: _as_a_rule(schedule, *each) for each in directions}, frees, accelerated
     )
-    # In a pass of forwards alone a received tensor is copied out of its buffer when its action begins.
+    # A pass without backwards copies a received tensor out of its buffer when the action begins.
     few, forward_rounds = dict.fromkeys(directions, FORWARDS_AHEAD), Rounds()
     if accelerated:
         few, forward_rounds = _grown(schedule, (Kind.F,), few, few_frees, True)
@@ -170,20 +170,19 @@ class _Queue:
 
     source: int
     messages: list[Transfer]
-    unposted: int | None  # how many may be without a buffer when the sender goes on
+    unposted: int | None  # sends without a buffer that let the sender go on; None: any
     sent: int = 0
     posted: int = 0
 
 
 def _as_a_rule(schedule: Schedule, number: int, back: bool) -> int:
-    """The buffers of one direction of an edge.
+    """The default number of buffers of one direction of an edge.
 
-    For activations, as many as the source has micro-batches in flight, so that it never computes an output
-    that has no place to go, or as the target has, if it keeps them longer: a buffer is the kept input of its
-    micro-batch until the end of the backward. Where the backward is split, one more: zero-bubble schedules
-    keep as many everywhere, and a W ends just when the next input comes, which without a place would wait
-    until its sender, which is computing, looks again. For gradients, one where a recomputation before every
-    backward (but that of the last micro-batch) hides the transfer, two where nothing does.
+    For activations: as many as the source has micro-batches in flight, so that every output has a buffer, or
+    as the target has, if more: a buffer holds its micro-batch's input until the end of the backward. One more
+    where the backward is split: there a W ends just when the next input arrives, which would wait until its
+    busy sender looks again. For gradients: one where recomputation before every backward (but the last
+    micro-batch's) hides the transfer, else two.
     """
     source, target = schedule.in_flight(number), schedule.in_flight(number + 1)
     is_halved = any(action.kind is Kind.W for action in schedule.row(number if back else number + 1))
@@ -199,11 +198,11 @@ def _grown(
     frees: dict[Action, list[Direction]],
     strict: bool,
 ) -> tuple[dict[Direction, int], Rounds]:
-    """The buffers with which the actions of these kinds come to an end, and their rounds. With a buffer for
-    each micro-batch they do, unless their rows wait for each other.
+    """The numbers of buffers with which the run of these kinds of actions ends, and the actions' rounds. With
+    a buffer for each micro-batch it ends, unless rows wait for each other.
 
-    A sender goes on when at most `SENDS_ON_THE_WAY` of its messages are without a buffer; where it is
-    `strict`, when none is. Forwards alone of several stages for each worker hold up no other worker.
+    A sender goes on if at most `SENDS_ON_THE_WAY` of its messages lack a buffer; if `strict`, none may.
+    Passes without backwards of workers with several stages have no such limit: they stop no other worker.
     """
     unposted = 0 if strict else None
     if not strict and (len(kinds) > 1 or not schedule.placement):
@@ -226,8 +225,8 @@ def _grown(
 def _run(
     walk: Walk, queues: Sequence[_Queue], slots: dict[Direction, int], frees: dict[Action, list[Direction]]
 ) -> Rounds | None:
-    """The round in which each action is taken where all workers that can take one do; None where none can
-    any more. `frees` says which rings an action gives a buffer back to.
+    """The round of each action where all workers that can take one do; None if the run stops early. `frees`
+    gives the rings that an action frees a buffer of.
     """
     leaving: dict[Action, list[_Queue]] = {}
     arriving: dict[Action | None, list[tuple[_Queue, int]]] = {}
@@ -276,8 +275,8 @@ def _run(
 def _after(
     schedule: Schedule, messages: Sequence[Transfer], rounds: Rounds, makers: set[Action]
 ) -> tuple[int, ...]:
-    """By micro-batch, the number of calls that the receiver has made after its actions of the rounds before
-    the message's round; nothing without rounds. `makers` are all actions that send a message.
+    """By micro-batch, the receiver's number of calls after its actions in rounds before the message's; empty
+    without rounds. `makers` are all actions that send.
     """
     if not rounds:
         return ()

@@ -1,15 +1,15 @@
-"""The shortest schedule that is found for measured times, a placement, a link and a memory cap.
+"""Searches a short schedule for measured times, a placement, a link and a memory cap.
 
-Integer programs that find the best schedule take minutes for sizes of interest. A list scheduler takes
-milliseconds: whenever a worker is free, it takes the best of what it can take. Every known schedule is what
-comes of simple preferences under limits: a backward first, because other workers wait for it; a forward next,
-as long as the worker has room for what it keeps; the weights' half fills what would be idle. 1F1B is a limit
-on how far the forwards may lead the backwards, GPipe none, zero bubble the same limits with W as a filler.
+Integer programs find the best schedule, but take minutes. A list scheduler takes milliseconds: a free worker
+runs the best action that it can. Simple preferences under limits produce every known schedule: backwards
+first, because other workers wait for them; then forwards, while the worker has memory for them; weight
+gradients fill idle time. 1F1B limits how far forwards lead backwards, GPipe does not, zero bubble adds W as a
+filler.
 
-So one scheduler is run with a few preferences, and the named schedules of the same placement are candidates
-too. All are replayed over the real link; the shortest one that keeps to the memory cap is taken. The times
-are given: `planner` chooses schedule, cut and re-materialization for a model and machines. Only the standard
-library is imported.
+So the scheduler runs with a few preferences, the named schedules of the same placement are candidates too,
+and all are replayed over the real link; the shortest that keeps to the memory cap is returned. The times are
+given: `planner` chooses schedule, partition and re-materialization for a model and machines. Only the
+standard library is imported.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ def generate(
     gradient_bytes: Sequence[float] = (),
     name: str = "generated",
 ) -> Schedule:
-    """A valid schedule for these circumstances.
+    """The shortest valid schedule found for these settings.
 
     Args:
         placement: the worker of each stage, such as `vee(4)`.
         num_microbatches: M.
         action_s: seconds of F, R, I and W (or B) of each stage, as for `replay`.
-        link: what is between any two workers.
+        link: the link between any two workers.
         remat: which micro-batches are recomputed: "never", "always" or "except_last", or one name for
             each stage.
-        split: whether the backward is I and W, or else B.
-        most_alive: graphs of a stage and a micro-batch that a worker may hold at a time, from F, or R where
-            the micro-batch is recomputed, to the end of the backward; None for any number.
+        split: whether the backward is split into I and W.
+        most_alive: the most graphs of a stage and a micro-batch that a worker may hold at a time, from F, or
+            R where the micro-batch is recomputed, to the end of the backward; None for any number.
         activation_bytes: of one micro-batch over each boundary, as for `replay`.
-        gradient_bytes: the same for the way back; as many as forward if not given.
-        name: of the schedule.
+        gradient_bytes: of one micro-batch back over each boundary; default: `activation_bytes`.
+        name: the schedule's name.
 
     Raises:
-        ValueError: a size, a placement or a duration that cannot be, or no schedule under the cap is found.
+        ValueError: an impossible size, placement or duration, or no schedule is found under the cap.
     """
     place = tuple(placement)
     check_sizes(len(place), num_microbatches, remat)
@@ -96,8 +96,8 @@ def generate(
 
 @dataclass(frozen=True)
 class _Work:
-    """What is to be scheduled. `seconds` are by kind, of each stage; `ahead_s` and `back_s` what a message
-    takes over each of the K - 1 boundaries.
+    """The problem. `seconds` are by kind, for each stage; `ahead_s` and `back_s` are a message's seconds over
+    each of the K - 1 boundaries.
     """
 
     placement: tuple[int, ...]
@@ -110,14 +110,15 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Policy:
-    """The preferences of a worker, and its limits.
+    """Preferences and limits of the list scheduler.
 
     Args:
-        alive: the most graphs that it may hold at a time, as `most_alive`.
+        alive: the most graphs that a worker may hold at a time, as `most_alive`.
         lead: by worker, the most micro-batches of its stages between F and I or B; None for any number.
-        group: micro-batches that pass through all stages of a worker before the next ones; None for all.
-        patience: the share of its own length by which a filler (W, or an R whose gradient has not come) may
-            delay what is known to arrive: 1 takes it whenever the worker is free, 0 only where it fits.
+        group: number of micro-batches that pass all stages of a worker before the next ones; None for all.
+        patience: 1 runs a filler (W, or an R whose gradient has not come) whenever the worker is free; 0 only
+            if it ends before the next action can start; between: how late it may end, as a share of its
+            length.
         forwards_first: whether a forward comes before a backward.
     """
 
@@ -140,8 +141,8 @@ def _candidates(work: _Work, name: str, most_alive: int | None) -> Iterator[Sche
         homes = schedule.placement or tuple(range(num_workers))
         if homes == place and {action.kind for action in schedule} <= set(work.seconds):
             yield replace(schedule, name=name)
-    # Preferences that win somewhere: the lead of 1F1B, with and without groups, both orders, patient fillers
-    # or none.
+    # Each of these is the best for some problem: 1F1B's lead, with and without groups, both orders, with
+    # fillers at once or where they fit.
     groups = (num_workers, None) if len(place) > num_workers else (None,)
     lead = tuple(place.count(worker) * (num_workers - worker) for worker in range(num_workers))
     policies = [_Policy(most_alive, lead, patience=patience) for patience in (1.0, 0.0)]
@@ -155,11 +156,11 @@ def _candidates(work: _Work, name: str, most_alive: int | None) -> Iterator[Sche
             yield Schedule(name, len(place), number, work.remat, actions, place)
 
 
-_Choice = tuple[float, tuple[float, ...], Action]  # start, rank (the least first), action
+_Choice = tuple[float, tuple[float, ...], Action]  # start, rank (least first), action
 
 
 class _ListScheduler:
-    """The state of one run: times at which things are done, and counts of what each worker holds."""
+    """The state of one run: the ends of actions, and what each worker holds."""
 
     def __init__(self, work: _Work, policy: _Policy) -> None:
         self.work, self.policy = work, policy
@@ -170,17 +171,16 @@ class _ListScheduler:
         self.back = Kind.I if Kind.I in work.seconds else Kind.B
         self.taken: Counter[tuple[int, Kind]] = Counter()  # micro-batches of a stage, in order
         self.done_s: dict[Action, float] = {}
-        # When the message that an action needs is there.
+        # When each action's message arrives.
         self.there_s = {Action(0, Kind.F, m): 0.0 for m in range(number)}
         self.there_s |= {Action(num_stages - 1, self.back, m): 0.0 for m in range(number)}
-        # The stages for which messages are under way from worker to worker, each direction for itself: they
-        # are taken in that order.
+        # The receiving stages of messages in transit between two workers, by direction, in order.
         self.channels: defaultdict[tuple[int, int, bool], deque[int]] = defaultdict(deque)
         self.free_s = [0.0] * len(self.stages)
         self.alive, self.lead = [0] * len(self.stages), [0] * len(self.stages)
 
     def rows(self) -> tuple[tuple[Action, ...], ...] | None:
-        """A row for each worker; None where the policy's limits leave no way on."""
+        """A row for each worker; None if the policy's limits stop all workers."""
         work, rows = self.work, tuple(list[Action]() for _ in self.stages)
         kinds = len(work.seconds) - (Kind.R in work.seconds)
         best = [self._best(worker) for worker in range(len(rows))]
@@ -195,8 +195,7 @@ class _ListScheduler:
         return tuple(map(tuple, rows))
 
     def _take(self, w: int, start_s: float, action: Action) -> set[int]:
-        """Books an action; returns the workers for which it makes a difference. What stays on a worker takes
-        no time.
+        """Takes an action; returns the workers whose choices change. Messages within a worker take no time.
         """
         s, kind, m = action
         place, is_forward, is_back = self.work.placement, kind is Kind.F, kind is self.back
@@ -220,7 +219,7 @@ class _ListScheduler:
         return {w, place[target]}
 
     def _arrival_s(self, action: Action) -> float | None:
-        """When the message that an action needs is there, if it is the next of its channel; None if not."""
+        """When an action's message arrives, if it is the next of its channel; else None."""
         place, is_forward = self.work.placement, action.kind is Kind.F
         source, target = action.stage - 1 if is_forward else action.stage + 1, action.stage
         if action not in self.there_s or not 0 <= source < len(place) or place[source] == place[target]:
@@ -229,7 +228,7 @@ class _ListScheduler:
         return self.there_s[action] if is_next else None
 
     def _best(self, w: int) -> _Choice | None:
-        """When and what the worker takes next, as far as is known; None if it has to wait."""
+        """The worker's next action and its start, as far as known; None if it has to wait."""
         policy, free_s, number = self.policy, self.free_s[w], self.work.num_microbatches
         most_alive = inf if policy.alive is None else policy.alive
         most_lead = inf if policy.lead is None else policy.lead[w]
@@ -262,7 +261,7 @@ class _ListScheduler:
             m = self.taken[s, Kind.W]
             if self.back is Kind.I and m < self.taken[s, Kind.I]:
                 fillers.append((free_s, (3.0, m, -s, m), Action(s, Kind.W, m)))
-        # When the first action starts that is no filler, and that no recomputation is.
+        # When the first action starts that is neither a filler nor a recomputation.
         soon_s = min([start_s for start_s, _, action in choices if action.kind is not Kind.R], default=inf)
         for start_s, rank, action in fillers:
             late_s = (1 - policy.patience) * self.work.seconds[action.kind][action.stage]

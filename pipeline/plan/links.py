@@ -1,9 +1,9 @@
-"""What carries messages between two stages, and what stages send beside their messages.
+"""Links between workers, with presets, and the collectives that stages run beside their messages.
 
-A `Bucket` of gradients and a `Gather` of parameters go over a link between replicas and are laid out
-beside the actions. Each preset says where its two numbers come from. Bandwidths are nominal, per direction,
-between two neighbouring devices; a real link gives less, so measure it where the answer depends on it. Only
-the standard library is imported.
+The replay lays out a `Bucket` of gradients and a `Gather` of parameters on a link between replicas. Each
+preset gives the source of its numbers. Bandwidths are nominal, per direction, between two neighbouring
+devices; a real link is slower: measure it where the answer depends on it. Only the standard library is
+imported.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from math import inf, isfinite
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between neighbouring stages, one for every boundary.
+    """A connection between two workers.
 
-    A message occupies the link for bytes / bandwidth and arrives `latency_s` after it has left it. Messages
-    of one direction queue up; with `shares_directions` both directions wait in the same queue. `source` says
-    where the numbers come from.
+    A message occupies the link for bytes / bandwidth seconds and arrives `latency_s` later. Messages of one
+    direction queue up; with `shares_directions` both directions share a queue. `source` says where the
+    numbers come from.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Link:
             )
 
     def occupied_s(self, num_bytes: float) -> float:
-        """Seconds for which a message of `num_bytes` keeps the next one waiting."""
+        """Seconds for which a message of `num_bytes` occupies the link."""
         return 0 if self.bandwidth_bytes_per_s == inf else num_bytes / self.bandwidth_bytes_per_s
 
 
@@ -96,15 +96,15 @@ LINKS: dict[str, Link] = {
 
 
 BUCKET_BYTES = 25 * 2**20
-"""A bucket leaves as soon as it holds so much: what torch's DistributedDataParallel has as its default."""
+"""A bucket is sent when it holds so many bytes: the default of torch's DistributedDataParallel."""
 
 _FEWEST_BUCKETS = 4
 _LEAST_BYTES = 2**20
 
 
 def bucket_bytes_of(gradient_bytes: float) -> float:
-    """Default bytes of a bucket: `BUCKET_BYTES`, or less for a small stage, so that most of its gradients
-    leave before its last backward is over.
+    """Default bytes of a bucket: `BUCKET_BYTES`, or less for a small stage, so that most gradients are sent
+    before its last backward ends.
     """
     return min(BUCKET_BYTES, max(_LEAST_BYTES, gradient_bytes / _FEWEST_BUCKETS))
 
@@ -113,13 +113,13 @@ def bucket_bytes_of(gradient_bytes: float) -> float:
 class Bucket:
     """Gradients that are reduced together."""
 
-    ready: float  # share of the stage's last backward (its last B or W) after which they are there, 0 to 1
-    takes_s: float  # the reduction, once it has the link for itself
+    ready: float  # share of the stage's last backward (B or W) after which they are computed, 0 to 1
+    takes_s: float  # seconds of the reduction on a free link
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Parameters that are fetched together for a step."""
+    """Parameters that are gathered together for a step."""
 
-    needed: float  # share of the stage's first forward at which they are, 0 to 1
-    takes_s: float  # the all-gather, once it has the link for itself
+    needed: float  # share of the stage's first forward after which they are needed, 0 to 1
+    takes_s: float  # seconds of the all-gather on a free link

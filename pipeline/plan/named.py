@@ -1,9 +1,9 @@
-"""All named schedules by their names, as functions of the numbers of workers and micro-batches.
+"""The named schedules, as functions of the numbers of workers and micro-batches.
 
-With v stages each, the bubble of W workers is (W - 1)(F + B) / v, for v times as many messages. Nobody waits
-for the gradients of the weights, so where the backward is split (arXiv 2401.10241), W may fill what would be
-idle. In a loop the stages go round the workers; in a V the worker that has the first stage has the last one
-too, so that all workers finish at nearly the same time.
+With v stages per worker, the bubble of W workers is (W - 1)(F + B) / v, for v times as many messages. No
+worker waits for gradients of weights; so where the backward is split (arXiv 2401.10241), weight gradients may
+fill idle time. A loop assigns stages to workers in rounds; in a V the worker with the first stage has the
+last one too, so that all workers finish at nearly the same time.
 
     loop, 3 workers    0 1 2 0 1 2        V, 3 workers    0 1 2 2 1 0
 """
@@ -23,7 +23,7 @@ _PERIOD = 6  # slots of one micro-batch on a worker: F, I and W of two stages
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'table1'?)` for a slip of the finger or another habit of writing; or nothing."""
+    """` (did you mean 'table1'?)` for a misspelled name; else nothing."""
     by_small = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), list(by_small), n=1)
     return f" (did you mean {by_small[close[0]]!r}?)" if close else ""
@@ -37,16 +37,16 @@ def named(
     remat: Remat = "never",
     stages_per_worker: int | None = None,
 ) -> Schedule:
-    """The schedule of that name, with a recomputation right before the backward where `remat` says so.
+    """The schedule of that name, with a recomputation right before each backward for which `remat` asks.
 
     Args:
         num_workers: processes or devices.
         num_microbatches: M.
         remat: "never", "always" or "except_last", or one of them for each stage.
-        stages_per_worker: of schedules that allow any number; 2 if not given.
+        stages_per_worker: for schedules that allow any number; default 2.
 
     Raises:
-        ValueError: an unknown name, a size below 1, or a number of stages that the schedule does not have.
+        ValueError: an unknown name, a size below 1, or a number of stages that the schedule does not allow.
     """
     if name not in NAMED:
         close = suggestion(str(name), NAMED)
@@ -67,8 +67,8 @@ def named(
 
 
 def naive(num_stages: int, num_microbatches: int = 1, remat: Remat = "never") -> Schedule:
-    """Model parallelism without a pipeline: micro-batches go through end to end one after another; with one,
-    the paper's naive baseline.
+    """Model parallelism without a pipeline: each micro-batch finishes before the next begins; with one
+    micro-batch, the paper's naive baseline.
     """
     check_sizes(num_stages, num_microbatches, remat)
     rows = [
@@ -92,17 +92,17 @@ def gpipe(num_stages: int, num_microbatches: int, remat: Remat = "always") -> Sc
 def one_f_one_b(num_stages: int, num_microbatches: int, remat: Remat = "never") -> Schedule:
     """One forward, one backward (PipeDream-flush): at most K - k micro-batches are in flight on stage k.
 
-    Stage k warms up with as many forwards as there are stages behind it, then alternates; M < K is legal.
+    Stage k starts with as many forwards as there are stages behind it, then alternates; M < K is allowed.
     """
     check_sizes(num_stages, num_microbatches, remat)
     return recomputed(_in_turn("1f1b", num_stages, num_microbatches), remat)
 
 
 def zb_h1(num_workers: int, num_microbatches: int) -> Schedule:
-    """The memory of 1F1B, K micro-batches on every worker, and a third of its bubble: (K - 1)(F + I - W).
+    """The memory of 1F1B's first worker, K micro-batches, on every worker, and a third of 1F1B's bubble: (K -
+    1)(F + I - W).
 
-    1F1B with I in the place of B, and W k micro-batches later on worker k, so that every worker keeps as many
-    activations as the first.
+    1F1B with I for B, and on worker k with W k micro-batches later.
 
     3 workers, M = 4:
 
@@ -114,8 +114,8 @@ def zb_h1(num_workers: int, num_microbatches: int) -> Schedule:
 
 
 def zb_h2(num_workers: int, num_microbatches: int) -> Schedule:
-    """No bubble but the skew: the forwards lead twice as far, for 2K - 1 micro-batches on every worker, so
-    that none waits between its first and its last action. With fewer of them, as far as they go.
+    """No worker idles between its first and its last action: forwards lead twice as far as in ZB-H1, up to 2K
+    - 1 micro-batches on every worker, or as many as there are.
 
     3 workers, M = 5:
 
@@ -131,8 +131,8 @@ def zb_h2(num_workers: int, num_microbatches: int) -> Schedule:
 def _in_turn(
     name: str, num_workers: int, num_microbatches: int, *, lead: int = 1, late: Sequence[int] | None = None
 ) -> Schedule:
-    """F as far ahead as `lead` per worker behind, then F and a backward in turn; the backward whole, or I
-    with W `late` micro-batches later, by worker.
+    """Rows that start with `lead` forwards per worker behind, then alternate F and a backward: B, or I with W
+    `late` micro-batches later, by worker.
     """
     check_sizes(num_workers, num_microbatches, "never")
     rows = []
@@ -153,17 +153,17 @@ def _in_turn(
 
 
 def loop(num_workers: int, stages_per_worker: int) -> tuple[int, ...]:
-    """The worker of each stage when the stages go round the workers. `ValueError` for sizes below 1."""
+    """The worker of each stage where stages are assigned in rounds. `ValueError` for sizes below 1."""
     check_workers(num_workers, stages_per_worker)
     return tuple(range(num_workers)) * stages_per_worker
 
 
 def interleaved(num_workers: int, num_microbatches: int, stages_per_worker: int = 2) -> Schedule:
-    """Megatron's interleaved 1F1B (arXiv 2104.04473, section 2.2): groups of micro-batches go through all
-    stages of a worker before the next group comes.
+    """Megatron's interleaved 1F1B (arXiv 2104.04473, section 2.2): a group of micro-batches passes all stages
+    of a worker before the next group.
 
-    A group has as many micro-batches as there are workers, so that the first of a group is back when the last
-    has left. Where M is no multiple, the first groups take what is over, one each or more.
+    A group has as many micro-batches as there are workers, so that its first micro-batch returns to the first
+    worker when its last has left. If M is no multiple, the first groups are larger.
 
     2 workers with stages 0 2 and 1 3, M = 3, which is one group:
 
@@ -196,8 +196,8 @@ def interleaved(num_workers: int, num_microbatches: int, stages_per_worker: int 
 
 def breadth_first(num_workers: int, num_microbatches: int, stages_per_worker: int = 2) -> Schedule:
     """Breadth-first (arXiv 2211.05953): all micro-batches through a worker's first stage, then all through
-    its second, and back in reverse order. GPipe in a loop: the bubble of `interleaved`, the activations of
-    GPipe; a stage's weights are wanted in two runs, which is what sharded parameters ask for.
+    its second, and backwards in reverse. GPipe in a loop: the bubble of `interleaved`, the activations of
+    GPipe. A stage's weights are used in two runs per step, which suits sharded parameters.
 
     2 workers with stages 0 2 and 1 3, M = 2:
 
@@ -218,7 +218,7 @@ def breadth_first(num_workers: int, num_microbatches: int, stages_per_worker: in
 
 
 def vee(num_workers: int, stages_per_worker: int = 2) -> tuple[int, ...]:
-    """The worker of each stage when every second round goes back. `ValueError` for sizes below 1."""
+    """The worker of each stage where every second round is reversed. `ValueError` for sizes below 1."""
     check_workers(num_workers, stages_per_worker)
     there = tuple(range(num_workers))
     return tuple(
@@ -227,8 +227,8 @@ def vee(num_workers: int, stages_per_worker: int = 2) -> tuple[int, ...]:
 
 
 def shared_by(num_workers: int, num_stages: int) -> tuple[int, ...]:
-    """The worker of each stage where nothing else is wanted: a V, or one stage each. `ValueError` if the
-    workers cannot have equally many.
+    """The default worker of each stage: a V, or one stage each. `ValueError` if the workers cannot have
+    equally many.
     """
     if num_workers < 1 or num_stages % num_workers:
         raise ValueError(
@@ -248,8 +248,8 @@ def check_workers(num_workers: int, stages_per_worker: int = 1) -> None:
 def zb_v(num_workers: int, num_microbatches: int) -> Schedule:
     """ZB-V (arXiv 2401.10241, section 6): the memory of 1F1B and no bubble but half a forward per worker.
 
-    The rows are written for 2K - 1 micro-batches or more, which fill the V; with fewer, those that are not
-    there are left out, as in torch's.
+    The rows are written for at least 2K - 1 micro-batches, which fill the V; with fewer, actions of missing
+    ones are left out, as in torch.
 
     2 workers with stages 0 3 and 1 2, M = 3:
 
@@ -270,11 +270,11 @@ def zb_v(num_workers: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipe_v(num_workers: int, num_microbatches: int) -> Schedule:
-    """DualPipeV (DeepSeek; torch's `ScheduleDualPipeV`): forwards of one direction beside backwards of the
-    other, which hardware may overlap; here the parts of such a pair follow each other. One activation more
-    than ZB-V on the first worker, and whole backwards where none needs to be split.
+    """DualPipeV (DeepSeek; torch's `ScheduleDualPipeV`): pairs of a forward in one direction and a backward
+    in the other, which hardware may overlap; here they follow each other. One activation more than ZB-V on
+    the first worker, and whole backwards where none must be split.
 
-    The rows are written for 2K micro-batches or more; with fewer, those that are not there are left out.
+    The rows are written for at least 2K micro-batches; with fewer, actions of missing ones are left out.
 
     2 workers with stages 0 3 and 1 2, M = 3:
 
@@ -285,7 +285,7 @@ def dualpipe_v(num_workers: int, num_microbatches: int) -> Schedule:
 
     def parts(worker: int) -> list[tuple[int, str]]:
         behind = num_workers - 1 - worker
-        # From the middle of the drain on, W fills what the other workers leave idle.
+        # From the middle of the drain on, W fills idle time.
         middle = (worker + 1) // 2
         return [
             (2 * behind, "nF"), (worker + 1, "nF fF"), (behind, "fI W fF"),
@@ -300,9 +300,9 @@ def dualpipe_v(num_workers: int, num_microbatches: int) -> Schedule:
 def _in_parts(
     name: str, num_workers: int, num_microbatches: int, parts: Callable[[int], list[tuple[int, str]]]
 ) -> Schedule:
-    """A V from the parts of each worker's row: how often, and what in turn. `nF` is the next forward of its
-    near stage, `fB`, `fI` or `fW` a backward or a half of one of the far stage, `W` the first W that waits.
-    Nothing is taken of micro-batches that are not there.
+    """A V schedule from the parts of each worker's row: repetitions, and actions in turn. `nF` is the next
+    forward of the near stage; `fB`, `fI` and `fW` are the far stage's next backward or halves of one; `W` is
+    the first W that waits. Actions of missing micro-batches are left out.
     """
     check_sizes(num_workers, num_microbatches, "never")
     rows = []
@@ -351,20 +351,20 @@ def v_min(num_workers: int, num_microbatches: int) -> Schedule:
 def _repeated(
     name: str, num_workers: int, num_microbatches: int, down: int, pauses: tuple[int, int, int]
 ) -> Schedule:
-    """V-Half and V-Min, which were made for their memory (arXiv 2405.15362): the way of every micro-batch, a
-    period after the one before, with W in the slots that are left.
+    """V-Half and V-Min, which save memory (arXiv 2405.15362): every micro-batch takes the same path, a period
+    after the one before, and W takes free slots.
 
-    Where the way falls into no slot of a period twice, all micro-batches fit. Of the near stages the first
-    worker keeps most and of the far ones the last, and a worker has one of each, so all keep the same. V-Min
-    on 4 workers, the way of micro-batch 0, without a pause between two steps:
+    If the path uses no slot of a period twice, all micro-batches fit. The first worker keeps near-stage
+    activations longest and the last one far-stage activations; each worker has one of each, so all keep the
+    same. V-Min on 4 workers, the path of micro-batch 0, without pauses:
 
         worker 0 | 0F .  .  .  .  .  .  7F 7I .  .  .  .  .  .  0I
         worker 1 | .  1F .  .  .  .  6F .  .  6I .  .  .  .  1I
         worker 2 | .  .  2F .  .  5F .  .  .  .  5I .  .  2I
         worker 3 | .  .  .  3F 4F .  .  .  .  .  .  4I 3I
 
-    The way takes `down` slots from worker to worker down the V and one back, and pauses where it turns: at
-    the last worker, at the first one before its backward, and at the last one again.
+    The path takes `down` slots per worker down the V and one back up, and pauses where it turns: at the last
+    worker, at the first before its backward, and at the last one again.
     """
     check_sizes(num_workers, num_microbatches, "never")
     end = num_workers - 1
@@ -410,7 +410,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {"naive": naive, "gpipe": gpipe,
 
 
 class Named(NamedTuple):
-    """A schedule without recomputation; `stages_per_worker` is None where any number will do."""
+    """Makes a schedule without recomputation; `stages_per_worker` is None if any number is allowed."""
 
     make: Callable[..., Schedule]
     stages_per_worker: int | None

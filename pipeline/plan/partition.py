@@ -1,18 +1,18 @@
-"""Contiguous split of layers into stages, exactly optimal, without third-party code.
+"""Splits a sequence of layers into contiguous stages, exactly optimally.
 
-The slowest stage sets the pace of a pipeline, and the fullest one decides whether a model fits. GPipe's text
-asks for minimal variance of the stage costs (section 2.2); the library that was published with it uses a
-cumulative-share heuristic that may be 80% off the optimum and may leave stages empty. Both are named
-baselines beside the exact minimal bottleneck.
+The slowest stage limits a pipeline's speed, the stage with the most memory whether a model fits. The paper
+asks for minimal variance of the stage costs (section 2.2); the library published with it uses a heuristic on
+cumulative shares that may be 80% off the optimum and leave stages empty. Both are baselines to the exact
+minimal bottleneck.
 
     costs   5 3 4 | 6 2 | 8        rule "bottleneck": minimise max(12, 8, 8)
                                    rule "variance":   minimise sum of (stage cost - mean)^2
                                    rule "cumulative": layer i goes to stage floor(K * share of costs[:i + 1])
 
-Of costs that are no sums over layers, such as the peak memory of a stage, `partition_by` assumes nothing:
-adding a layer may make a stage cheaper, where it moves the cut to a thinner boundary. Costs of layers are
-added as integers (a float is an integer over a power of two), so that equal ones compare equal. Ties are
-broken the same way on every machine: earlier stages take as many layers as they may.
+`partition_by` takes costs that are no sums over layers, such as a stage's peak memory, where one more layer
+may make a stage cheaper. Costs of layers are added as integers (a float is an integer over a power of two),
+so that equal sums compare equal. Ties are broken alike on every machine: earlier stages get as many layers as
+possible.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def partition(costs: Sequence[float], num_stages: int, rule: str = "bottleneck")
 
 
 def minimal_bottleneck(costs: Sequence[int], num_stages: int) -> Partition:
-    """Minimise the largest stage sum, by bisection over the answer with a greedy feasibility test."""
+    """Minimise the largest stage sum, by bisection with a greedy feasibility test."""
     prefix = list(accumulate(costs, initial=0))
     low, high = max(max(costs), -(-prefix[-1] // num_stages)), prefix[-1]
     best = _fill(prefix, num_stages, high)
@@ -72,16 +72,15 @@ def _fill(prefix: Sequence[int], num_stages: int, cap: int) -> Partition | None:
 
 
 def minimal_variance(costs: Sequence[int], num_stages: int) -> Partition:
-    """Minimise the sum of squared stage sums, with a fixed mean the paper's minimal variance. The best start
-    of a last stage moves on with its stop, so those of the stops on either side of a middle one lie on the
-    same side of its start.
+    """Minimise the sum of squared stage sums, which is the paper's variance up to a constant. The best start
+    of a last stage grows with its stop, so the best start for a middle stop bounds those of the other stops.
     """
     prefix, num_layers = list(accumulate(costs, initial=0)), len(costs)
     best = [0] * (num_layers + 1)  # sum of squares, by layers covered so far
     choices: list[list[int]] = []
     for done in range(1, num_stages + 1):
         reached, choice = [0] * (num_layers + 1), [0] * (num_layers + 1)
-        # First and last stop, first and last start; the first stage starts at the first layer.
+        # Ranges of stops and starts to search; the first stage starts at layer 0.
         todo = [(done, num_layers, done - 1, num_layers - 1 if done > 1 else 0)]
         while todo:
             low, high, first, last = todo.pop()
@@ -103,8 +102,8 @@ def minimal_variance(costs: Sequence[int], num_stages: int) -> Partition:
 
 
 def cumulative_shares(costs: Sequence[int], num_stages: int) -> Partition:
-    """The heuristic of GPipe's library: layer i goes to stage floor(K * share of the costs up to and with i).
-    A stage may come out empty.
+    """The heuristic of GPipe's library: layer i goes to stage floor(K * share of the costs up to layer i).
+    Stages may be empty.
     """
     prefix = list(accumulate(costs, initial=0))
     total = max(prefix[-1], 1)
@@ -149,13 +148,12 @@ def partition_by(
 ) -> Partition | None:
     """Minimise the largest ``stage_cost(start, stop)`` over all splits in which none exceeds ``cap``.
 
-    ``floor`` may give additive lower bounds per layer with which hopelessly long stages are not looked at.
-    Returns None if no split fits under ``cap``.
+    ``floor`` may give lower bounds per layer, by which stages that are too long are skipped.
     """
     check_counts(num_layers, num_stages)
     bound = list(accumulate(floor if floor is not None else [0] * num_layers, initial=0))
     edges = _edges_under(stage_cost, bound, num_stages, _reachable_cap(stage_cost, bound, num_stages, cap))
-    # Of the layers behind each start, in so many stages, the smallest largest cost.
+    # By number of stages and start: the smallest possible largest cost of the layers behind.
     best: list[list[float]] = [[inf] * num_layers + [0]]
     for _ in range(num_stages):
         after = best[-1]
@@ -173,8 +171,8 @@ def partition_by(
 
 
 def fills(stage_cost: Callable[[int, int], int], num_stages: int, *, cap: int, floor: Sequence[int]) -> bool:
-    """Whether stages that each take as many layers as fit under ``cap`` take all: then `partition_by` finds a
-    split, and mostly where it does. It takes a fraction of the stage costs.
+    """Whether greedy stages, each with as many layers as fit under ``cap``, take all layers. If so,
+    `partition_by` finds a split; this needs a fraction of its stage costs.
     """
     return _greedy_bottleneck(stage_cost, list(accumulate(floor, initial=0)), num_stages, cap) is not None
 
@@ -182,8 +180,8 @@ def fills(stage_cost: Callable[[int, int], int], num_stages: int, *, cap: int, f
 def _reachable_cap(
     stage_cost: Callable[[int, int], int], bound: Sequence[int], num_stages: int, cap: int
 ) -> int:
-    """A cap that some split keeps, by greedy filling; ``cap`` itself if that finds none. The exact search
-    looks at far fewer stages under a tight cap.
+    """A cap that some greedy split keeps; ``cap`` if none is found. The exact search evaluates far fewer
+    stages under a tight cap.
     """
     low, high = -(-bound[-1] // num_stages), cap
     while high - low > max(high // 64, 1):
@@ -199,7 +197,7 @@ def _reachable_cap(
 def _greedy_bottleneck(
     stage_cost: Callable[[int, int], int], bound: Sequence[int], num_stages: int, cap: int
 ) -> int | None:
-    """Largest cost when each stage takes as many layers as fit, None if some are left over."""
+    """Largest cost where each stage takes as many layers as fit; None if layers are left over."""
     num_layers, start, largest = len(bound) - 1, 0, 0
     for remaining in range(num_stages - 1, -1, -1):
         furthest = min(bisect_right(bound, bound[start] + cap) - 1, num_layers - remaining)
@@ -216,11 +214,11 @@ def _greedy_bottleneck(
 def _edges_under(
     stage_cost: Callable[[int, int], int], bound: Sequence[int], num_stages: int, cap: int
 ) -> list[list[tuple[int, int]]]:
-    """For each start the (stop, cost) of stages within the cap, but for those that nothing reaches, and those
-    after which the rest is too much for the stages left.
+    """For each start the (stop, cost) of stages within the cap, without stages that cannot be part of a split
+    into ``num_stages``.
     """
     num_layers = len(bound) - 1
-    fewest = [0] + [num_stages + 1] * num_layers  # stages to get there
+    fewest = [0] + [num_stages + 1] * num_layers  # fewest stages before each start
     edges: list[list[tuple[int, int]]] = []
     for start in range(num_layers):
         row: list[tuple[int, int]] = []

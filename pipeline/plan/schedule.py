@@ -1,11 +1,11 @@
-"""A schedule written down as data, so that one description has many readers.
+"""Schedules as data: the actions of every worker, in order.
 
-The engine executes it, the replay lays it out in time, the memory model walks over it and the drawing prints
-it. It is a tuple of actions per worker, made by a pure function (`named`) or read from a file (`from_csv`);
-messages and dependencies are derived from it (plan/walk.py). A worker holds one stage, or several where the
-schedule has a placement. Only the standard library is imported.
+The engine executes a schedule, the replay lays it out in time, the memory model walks over it and the drawing
+prints it. A function makes it (`named`) or a file holds it (`from_csv`); messages and dependencies are
+derived from it (plan/walk.py). A worker holds one stage, or several as the schedule's placement says. Only
+the standard library is imported.
 
-One notation for an action, everywhere: `2F0` is stage 2, forward, micro-batch 0.
+Actions are written `2F0` everywhere: stage 2, forward, micro-batch 0.
 
 GPipe on K = 3 stages with M = 3 micro-batches, `remat="except_last"` (F, R, B take 1, 1, 2 slots):
 
@@ -66,8 +66,8 @@ class Action(NamedTuple):
 REMAT_MODES = ("never", "always", "except_last")
 
 Remat = str | Sequence[str]
-"""What is recomputed: a name for all stages, or one for each in the model's order, as they keep different
-numbers of micro-batches: under 1F1B the first stage K, the last one 1.
+"""One of REMAT_MODES for all stages, or one for each stage: stages keep different numbers of micro-batches,
+under 1F1B the first K and the last 1.
 """
 
 
@@ -130,7 +130,7 @@ class Schedule:
     placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # One form of each placement and choice, so that equal schedules are equal.
+        # Equal schedules get equal fields.
         if self.placement == tuple(range(self.num_stages)):
             object.__setattr__(self, "placement", ())
         if not isinstance(self.remat, str) and isinstance(self.remat, Sequence):
@@ -138,7 +138,7 @@ class Schedule:
             object.__setattr__(self, "remat", names[0] if len(set(map(repr, names))) == 1 else names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Cached results stay behind: they hold hashes, which differ between processes.
+        # Cached results are not pickled: they hold hashes, which differ between processes.
         sizes = (self.name, self.num_stages, self.num_microbatches, self.remat)
         return Schedule, (*sizes, self.actions, self.placement)
 
@@ -156,7 +156,7 @@ class Schedule:
 
     @property
     def num_workers(self) -> int:
-        """Processes, or devices, that take the rows."""
+        """Number of processes or devices, one per row."""
         return max(self.placement) + 1 if self.placement else self.num_stages
 
     def worker(self, stage: int) -> int:
@@ -192,11 +192,11 @@ class Schedule:
         return of_stages(self.remat, self.num_stages, self.num_microbatches)
 
     def recomputes(self, microbatch: int, stage: int) -> bool:
-        """Whether the forward of `microbatch` on `stage` keeps only its inputs and runs again."""
+        """Whether `stage` keeps only the input of `microbatch` and recomputes its forward."""
         return microbatch in self.recomputed[stage]
 
     def in_flight(self, stage: int) -> int:
-        """Largest number of micro-batches that `stage` has taken forward and not yet backward."""
+        """Largest number of micro-batches between forward and backward on `stage`."""
         return self._in_flight[stage]
 
     @cached_property
@@ -232,7 +232,7 @@ def ends_of(row: tuple[Action, ...]) -> list[Action]:
 
 
 def _either(row: tuple[Action, ...], rather: Kind, otherwise: Kind) -> list[Action]:
-    """The actions of kind `rather`, and of kind `otherwise` for micro-batches that have none of that."""
+    """The actions of kind `rather`, and those of kind `otherwise` for micro-batches without one."""
     found = {(action.stage, action.microbatch) for action in row if action.kind is rather}
     return [a for a in row if a.kind is (rather if (a.stage, a.microbatch) in found else otherwise)]
 
@@ -251,7 +251,7 @@ def _most(begins: Collection[Action], row: tuple[Action, ...]) -> int:
 
 
 def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
-    """`ValueError` for sizes or a `remat` that no schedule has."""
+    """`ValueError` for impossible sizes or an unknown `remat`."""
     if num_stages < 1:
         raise ValueError(f"num_stages is {num_stages}; a pipeline has at least 1 stage")
     if num_microbatches < 1:
@@ -271,17 +271,17 @@ def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
 
 
 def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
-    """`schedule`, which has no recomputation, with one wherever `remat` recomputes a stage's micro-batch.
+    """Adds to `schedule`, which has no recomputation, an R wherever `remat` recomputes a stage's micro-batch.
 
-    R stands right before the backward for which it builds the graph, and starts while the worker waits for
-    the gradient. Where the backward is split, the graph lives until W. ZB-H1 on 3 workers, M = 3, two slots
-    of bubble instead of the eight of 1F1B that recomputes late:
+    R stands right before the backward for which it builds the graph, and may run while the worker waits for
+    the gradient. Where the backward is split, the graph lives until W. ZB-H1 on 3 workers, M = 3, with two
+    idle slots instead of the eight of 1F1B that recomputes late:
 
         stage 0 | F0 F1 F2 R0 .  .  I0 W0 R1 I1 W1 R2 I2 W2
         stage 1 | .  F0 F1 R0 .  I0 F2 R1 I1 W0 R2 I2 W1 W2
         stage 2 | .  .  F0 R0 I0 F1 R1 I1 F2 R2 I2 W0 W1 W2
 
-    `ValueError` for a schedule that has recomputations already, or a `remat` that there is not.
+    `ValueError` for a schedule with recomputations, or an unknown `remat`.
     """
     check_sizes(schedule.num_stages, schedule.num_microbatches, remat)
     if schedule.remat != "never":
@@ -303,9 +303,8 @@ def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
 
 @derived
 def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The schedule for a step of fewer micro-batches, which leaves out the actions of the others.
-    "except_last" turns into "always": the last micro-batch, which it does not recompute, is among those left
-    out.
+    """The schedule for a step of fewer micro-batches. "except_last" becomes "always": the last micro-batch,
+    which it does not recompute, is left out.
     """
     names = [remat_of(schedule.remat, stage) for stage in range(schedule.num_stages)]
     remat = ["never" if name == "never" else "always" for name in names]
@@ -315,7 +314,7 @@ def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 # Schedules as tables, a row for each worker and a cell for each action.
 
-# What torch's runtime adds for itself: messages, sharded parameters, sums over replicas.
+# What torch's runtime adds: messages, sharded parameters, sums over replicas.
 _LOWERED = re.compile(
     r"\d+((SEND|RECV|WAIT_RECV|WAIT_SEND)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD|WAIT_\w+)", re.ASCII
 )
@@ -323,19 +322,19 @@ _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One line per worker, its actions in order, e.g. `0F0,0F1,0B1,0B0`: the form that torch's
-    `_PipelineScheduleRuntime` reads and writes as `compute_only`, but that torch has no word for a cell such
-    as `2R0`. A worker holds the stages that are in its row.
+    """One line per worker, its actions in order, e.g. `0F0,0F1,0B1,0B0`: the format `compute_only` of torch's
+    `_PipelineScheduleRuntime`, which has no recomputation such as `2R0`. A worker holds the stages in its
+    row.
     """
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
 
 def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedule:
-    """Reads what `to_csv` or torch writes. `remat` is recognised from the recomputations unless it is given.
+    """Reads what `to_csv` or torch writes. `remat` is derived from the recomputations unless given.
 
-    Empty cells, which are idle slots, and what torch's runtime adds (`0SEND_F1`, `0UNSHARD`) are left out;
-    the parts of an overlapped pair such as `(0F7;7B3)OVERLAP_F_B` are taken in their order. The result is not
-    yet validated: see `validate`.
+    Idle slots (empty cells) and what torch's runtime adds (`0SEND_F1`, `0UNSHARD`) are left out; an
+    overlapped pair such as `(0F7;7B3)OVERLAP_F_B` is read as its parts in order. Use `validate` on the
+    result.
 
     Raises:
         ValueError: the text is no table, holds no actions or something that is not an action, or leaves out
@@ -372,7 +371,7 @@ def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedu
 
 
 def _check_numbers(what: str, found: Collection[int]) -> None:
-    """`ValueError` unless these are 0, 1, 2 ... A number that is far too large is found as quickly."""
+    """`ValueError` unless these are 0, 1, 2 ..., found as quickly for numbers far too large."""
     missing = next((number for number in range(len(found)) if number not in found), None)
     if missing is not None:
         raise ValueError(

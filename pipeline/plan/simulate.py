@@ -1,18 +1,17 @@
 """Replays a schedule: lays it out in time from the durations of its actions, without running it.
 
-A discrete-event simulation, in the order of time: whenever an action ends, its message enters the link, and
-the stages that waited for either go on.
+A discrete-event simulation: when an action ends, its message enters the link, and stages that waited for
+either continue.
 
     worker 0  F0 F1 ....... B1 B0         a worker takes its row in order; an action starts when the worker is
     link        \\  \\      /  /           free and its message is there; messages of one direction queue up,
     worker 1     F0 F1 B1 B0              while both workers compute
 
-What a worker sends to itself is there at once. What a stage gathers is fetched from the beginning of the step
-on; its reductions over its replicas leave inside its last backward, one after the other on a link of their
-own, and the worker's update waits for all. Left out are workers that slow each other down (memory, shared
-cores, messages and reductions on one link), replicas that are not equally fast, and jitter: where a step can
-be measured, measure it too. Only the standard library is imported; of fractions or integers all results are
-exact.
+Messages from a worker to itself take no time. A stage's gathers begin with the step. Its reductions over
+replicas start within its last backward, in turn on a link of their own, and the worker's update waits for
+all. Left out are workers that slow each other down (memory, shared cores, messages and reductions on one
+link), replicas of unequal speed, and jitter: measure a step where you can. Only the standard library is
+imported; results are exact for fractions and integers.
 """
 
 from __future__ import annotations
@@ -57,28 +56,28 @@ def replay(
     reductions: Sequence[Sequence[Bucket]] = (),
     collective_s: ActionTimes | None = None,
 ) -> Timeline:
-    """The timeline of `schedule` when an action takes `action_s` seconds.
+    """The timeline of `schedule` if each action takes `action_s` seconds.
 
     Args:
-        link: what is between any two workers that exchange messages, or a function of the two that says it;
-            messages take no time by default.
-        activation_bytes: of one micro-batch over each of the K - 1 boundaries, needed unless the link's
+        link: the link between any two workers, or a function of two workers that returns it; by default
+            messages take no time.
+        activation_bytes: of one micro-batch over each of the K - 1 boundaries; required unless the link's
             bandwidth is infinite.
-        gradient_bytes: the same for the way back; as many as forward if not given.
-        setup_s: per stage, before the first action of its worker: dividing and reshaping the inputs.
-        update_s: per stage, after the last action of its worker: the optimizer.
-        early_recompute: False makes a recomputation wait for the gradient, as engines do that recompute
-            inside the backward pass.
-        gathers: per stage, the parameters that are fetched from other ranks for its first forward, in the
-            order in which they are needed.
-        reductions: per stage, the buckets of its gradients that are summed over replicas, in the order in
-            which they leave.
-        collective_s: what an action waits for collectives of its own, beyond `action_s`: parameters that are
-            gathered in every pass, sums of tensor-parallel layers.
+        gradient_bytes: of one micro-batch back over each boundary; default: `activation_bytes`.
+        setup_s: per stage, seconds before the first action of its worker: dividing and reshaping inputs.
+        update_s: per stage, seconds after the last action of its worker: the optimizer.
+        early_recompute: False makes a recomputation wait for the gradient, as in engines that recompute
+            inside the backward.
+        gathers: per stage, parameters that it gathers from other ranks for its first forward, in the order of
+            need.
+        reductions: per stage, buckets of its gradients to sum over replicas, in the order in which they are
+            sent.
+        collective_s: seconds that an action waits for its own collectives, beyond `action_s`: gathers in
+            every pass, sums of tensor-parallel layers.
 
     Returns:
-        Actions as `events`, set-up and update as `work`, `messages` unless the link is free, gathers and
-        reductions as `collectives`.
+        A timeline with actions as `events`, set-up and update as `work`, `messages` unless the link is free,
+        gathers and reductions as `collectives`.
 
     Raises:
         ValueError: a duration is missing, negative or not finite; sizes don't fit the schedule; the schedule
@@ -103,19 +102,19 @@ def replay(
         early_recompute,
     )
     step.gather(_per_stage("gathers", gathers, schedule))
-    # The last action of a stage that makes gradients of parameters, and what leaves inside it.
+    # The last action of each stage, and the buckets that are sent within it.
     last = [schedule.row(stage)[-1] for stage in stages]
     step.buckets = dict(zip(last, _per_stage("reductions", reductions, schedule), strict=False))
-    # A collection would walk through hundreds of thousands of new objects again and again, none of which is
-    # in a cycle; that doubles the time of a large replay.
+    # Garbage collections would scan hundreds of thousands of new objects, none in a cycle: twice the time for
+    # a large replay.
     with no_collections():
         return step.run()
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Objects, and the storages of tensors, die with their last reference and not where a garbage collection
-    happens to strike, which would also walk over all of torch's objects.
+    """Disables garbage collection: objects and tensors' storages then die with their last reference, not at a
+    random later time, and no collection scans torch's objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -127,7 +126,7 @@ def no_collections() -> Iterator[None]:
 
 
 def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
-    """The seconds of an action as a function; the most specific entry of a mapping counts.
+    """Returns the seconds of an action as a function; the most specific entry of a mapping is used.
 
     The function raises ValueError for an action that the mapping does not know.
     """
@@ -148,7 +147,7 @@ def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
 
 
 class _Simulation:
-    """The state of one replay; `replay` says what the arguments mean, and has checked them."""
+    """The state of one replay; `replay` describes and checks the arguments."""
 
     def __init__(
         self,
@@ -168,26 +167,26 @@ class _Simulation:
         self.free_s = [sum(setup_s[stage] for stage in schedule.stages_of(worker)) for worker in workers]
         self.reduced_s: list[float] = [0 for _ in workers]  # the end of a worker's last reduction
         self.events: list[list[Event]] = [[] for _ in workers]
-        self.running = [False for _ in workers]  # an action has been started, and its end is in the heap
+        self.running = [False for _ in workers]  # whether an action runs, whose end is in the heap
         self.walk = Walk(schedule)
         self.heap: list[tuple[float, int]] = []
         self.messages: list[Span] = []
         self.collectives: list[Span] = []
-        # From a stage to another: the worker there, the link, how long a message takes it, and when it is
-        # free again, which others may share; nothing where messages are there at once.
+        # By sending and receiving stage: the receiving worker, the link, seconds per message, and when the
+        # link is free, in a list that others may share; empty where messages take no time.
         self.channels: dict[tuple[int, int], tuple[int, Link, float, list[float]]] = {}
         self.queues_s: dict[tuple[int, int], list[float]] = {}
         self.targets = receivers(schedule)
-        self.arrivals_s: dict[Action, float] = {}  # of what each action needs
-        # The recomputations that wait for a gradient, and the actions that need that.
+        self.arrivals_s: dict[Action, float] = {}  # when each action's message arrives
+        # By recomputation that waits for a gradient: the backward that needs this gradient.
         back = [] if early_recompute else [a for a in self.targets.values() if a.kind is not Kind.F]
         self.waiting = {action._replace(kind=Kind.R): action for action in back}
-        # For the first forward of a stage: the share after which it needs each fetch, and the fetch's end.
+        # By first forward of a stage: after which share of it each gather is needed, and the gather's end.
         self.fetched: dict[Action, list[tuple[float, float]]] = {}
         self.buckets: dict[Action, Sequence[Bucket]] = {}
 
     def gather(self, gathers: Sequence[Sequence[Gather]]) -> None:
-        """Lays out the fetches of each worker from the start of the step on, one after the other."""
+        """Lays out the gathers of each worker, one after another from the start of the step."""
         for worker in range(self.schedule.num_workers) if gathers else ():
             end_s: float = 0
             for stage in self.schedule.stages_of(worker):
@@ -207,7 +206,9 @@ class _Simulation:
         return ends[1], link, link.occupied_s(num_bytes), self.queues_s.setdefault(shared, [0])
 
     def run(self) -> Timeline:
-        """Raises `ValueError` where an action cannot start, or its duration is negative or not finite."""
+        """Runs the simulation. `ValueError` if an action cannot start, or its duration is negative or not
+        finite.
+        """
         for worker in range(len(self.events)):
             self._go_on(worker)
         while self.heap:
@@ -233,7 +234,7 @@ class _Simulation:
         )
 
     def _go_on(self, worker: int) -> None:
-        """Start the worker's next action if all it needs is known; the start may lie ahead."""
+        """Start the worker's next action if its needs are met; the start may lie in the future."""
         if self.running[worker] or not self.walk.is_ready(worker):
             return
         action = self.walk.next[worker]
@@ -247,7 +248,7 @@ class _Simulation:
         duration_s = self.duration_s(action)
         if not 0 <= duration_s < inf:
             raise ValueError(f"{action} takes {duration_s} s; a duration must be finite and not negative")
-        late_s: float = 0  # the first forward waits inside for what it needs at each share of it
+        late_s: float = 0  # waits for gathers inside the first forward
         for share, there_s in self.fetched.get(action, ()) if self.fetched else ():
             late_s += max(0, there_s - (start_s + late_s + share * duration_s))
         end_s = start_s + late_s + duration_s
@@ -261,7 +262,8 @@ class _Simulation:
         """Called when an action ends: its message enters the link as soon as the link is free."""
         action, start_s, end_s = event
         self.walk.finish(action)
-        # The stage's buckets have left inside its last backward: one by one, as each was there.
+        # The stage's buckets are sent within its last backward, each when it is ready and the one before is
+        # done.
         for number, bucket in enumerate(self.buckets.get(action, ())):
             leaves_s = max(start_s + bucket.ready * event.duration_s, self.reduced_s[worker])
             self.reduced_s[worker] = leaves_s + bucket.takes_s
@@ -284,7 +286,7 @@ class _Simulation:
         self._go_on(there)
 
     def _work(self) -> tuple[Span, ...]:
-        """Set-ups, then updates."""
+        """The spans of all set-ups, then of all updates."""
         found = []
         for worker in range(len(self.events)):
             before_s: float = 0

@@ -1,7 +1,7 @@
 """The timeline of a step: the common result of running a schedule and of replaying one.
 
-It is plain data that can be compared action by action: one event per action, in seconds from the start of the
-step. Makespan and bubble are computed from it. Only the standard library is imported.
+Plain data, compared action by action: one event per action, in seconds from the start of the step. Makespan
+and bubble are computed from it. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Event(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Anything else in a step that takes time: work of a stage ("setup", "update"), a message ("0F1->1") on
-    its way from `stage`, or one of its collectives ("gather 0", "reduce 0").
+    """Other time in a step: work of a stage ("setup", "update"), a message from `stage` ("0F1->1"), or one of
+    its collectives ("gather 0", "reduce 0").
     """
 
     name: str
@@ -45,9 +45,9 @@ class Timeline:
     """The events of one step, ordered by start.
 
     `provenance` is "measured" or "replayed"; `devices` names the device of each stage; `conditions` says what
-    was held fixed (threads, pinned cores). `work` keeps a stage busy like an action; `messages` occupy a link
-    and no stage, and so do `collectives`: what a stage gathers for its first forward, and the sums of its
-    gradients over its replicas, for which the end of the step waits. `placement` is that of the schedule.
+    was held fixed (threads, pinned cores). `work` keeps a stage busy like an action. `messages` and
+    `collectives` (gathers for a stage's first forward, sums of its gradients over replicas) occupy links, not
+    stages; the step ends after its collectives. `placement` is the schedule's.
     """
 
     events: tuple[Event, ...]
@@ -103,20 +103,20 @@ class Timeline:
         return tuple(event for event in self.events if event.action.stage in mine)
 
     def busy_s(self, stage: int) -> float:
-        """Seconds in which the stage is inside an action or other work."""
+        """Seconds that the stage spends in actions and other work."""
         events_s = sum(event.duration_s for event in self.of_stage(stage))
         return events_s + sum(span.duration_s for span in self.work if span.stage == stage)
 
     @property
     def idle_s(self) -> float:
-        """Device-seconds of workers x makespan that neither an action nor other work fills."""
+        """Idle device-seconds: workers x makespan, without actions and other work."""
         busy_s = sum(event.duration_s for event in self.events) + sum(span.duration_s for span in self.work)
         return self.num_workers * self.makespan_s - busy_s
 
     @property
     def bubble(self) -> float:
-        """Share of the workers x makespan device-seconds that no action fills, 0 to 1. With equal stages, no
-        recomputation and a free link it is the paper's (K - 1) / (M + K - 1) (section 2.3).
+        """Idle share of workers x makespan, 0 to 1. With equal stages, no recomputation and a free link it is
+        the paper's (K - 1) / (M + K - 1) (section 2.3).
         """
         total_s = self.num_workers * self.makespan_s
         return self.idle_s / total_s if total_s else 0.0
@@ -137,7 +137,7 @@ class Timeline:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Timeline:
-        """Reads what `to_data` made."""
+        """Reads what `to_data` returns."""
         names = ("work", "messages", "collectives")
         spans = {name: tuple(Span(*span) for span in data.get(name, ())) for name in names}
         return cls(
@@ -152,8 +152,8 @@ class Timeline:
 
 
 def draw(timeline: Timeline) -> str:
-    """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots, with
-    dots where they are idle; where a worker holds several stages, a slot names the stage too, as in `2F0`:
+    """Draws a timeline in whole slots, such as `replay(schedule, SLOTS)`, as workers x slots, with a dot
+    where idle; if a worker holds several stages, slots name the stage too, as in `2F0`:
 
         stage 0 | F0 F1 .  .  B1 B1 B0 B0
         stage 1 | .  F0 F1 B1 B1 B0 B0

@@ -1,5 +1,5 @@
-"""Derives from a schedule's rows its messages, the dependencies of actions, the order in which one process
-takes all actions, and whether they can run at all. Only the standard library is imported.
+"""Derives from a schedule its messages, the dependencies of its actions, the order in which one process runs
+them, and whether it can be executed. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .schedule import Action, Kind, Schedule, check_sizes, derived, remat_of
 
 
 class Transfer(NamedTuple):
-    """A message that `source` produces and `target`, of the stage before or behind, needs."""
+    """A message that `source` sends and `target`, on a neighbouring stage, needs."""
 
     source: Action
     target: Action
@@ -23,7 +23,7 @@ class Transfer(NamedTuple):
 
 @derived
 def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
-    """Every message of a step, in the order in which the receiving workers need them; also from a worker to
+    """Every message of a step, in the order in which receiving workers need them; also those from a worker to
     itself. `ValueError` for an action whose gradient no action sends.
     """
     gradient_source = {
@@ -51,12 +51,12 @@ def receivers(schedule: Schedule) -> dict[Action, Action]:
 
 
 Channel = tuple[int, int, bool]
-"""Source worker, target worker, and whether gradients travel or activations."""
+"""Source worker, target worker, and whether the messages are gradients."""
 
 
 @derived
 def channels(schedule: Schedule) -> dict[Channel, list[Transfer]]:
-    """The messages from each worker to each other one, each direction for itself, in the order of need."""
+    """The messages between each two workers, by direction, in the order of need."""
     found: dict[Channel, list[Transfer]] = {}
     for transfer in transfers(schedule):
         source, target = schedule.worker(transfer.source.stage), schedule.worker(transfer.target.stage)
@@ -67,8 +67,8 @@ def channels(schedule: Schedule) -> dict[Channel, list[Transfer]]:
 
 @derived
 def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
-    """The actions each action has to wait for: messages from neighbours, and its own stage's earlier work on
-    the same micro-batch. The order of a worker's row is a further constraint, which the row itself expresses.
+    """The actions that each action waits for: senders of its messages, and its stage's earlier actions on the
+    same micro-batch. The order of a worker's row is a further constraint.
     """
     needs: dict[Action, list[Action]] = {action: [] for action in schedule}
     for transfer in transfers(schedule):
@@ -86,39 +86,38 @@ def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
 
 
 class Walk:
-    """Where every worker is in its row: the one walk over the rows of a schedule.
+    """The position of every worker in its row, as the schedule is executed or simulated.
 
-    Every worker takes its row in order, and an action when all that it needs is done (`dependencies`). Which
-    worker goes on first, and what an action waits for besides, is the reader's choice: one process takes all
-    actions in turn (`execution_order`), the rings of `edges` let all workers take one where there is a
-    buffer, the replay (`simulate`) when worker and message are there. Of a pass of forwards alone ``kinds``
-    are `(Kind.F,)`.
+    A worker takes its row in order, and an action when its `dependencies` are done. The caller chooses which
+    worker goes on first, and what else an action waits for: `execution_order` takes all actions in one
+    process, `edges` also waits for receive buffers, `simulate` for workers and messages in time. ``kinds`` is
+    `(Kind.F,)` for a pass without backwards.
     """
 
     def __init__(self, schedule: Schedule, kinds: Collection[Kind] = tuple(Kind)) -> None:
         self.schedule, self._needs, self._done = schedule, dependencies(schedule), set[Action]()
         self._rows = [iter([a for a in row if a.kind in kinds]) for row in schedule.actions]
         self.next = [next(row, None) for row in self._rows]
-        """The action that each worker takes next, whether it can yet or not; None behind its last."""
+        """The next action of each worker, ready or not; None after its last."""
 
     def is_ready(self, worker: int) -> bool:
-        """Whether `worker` has an action left whose dependencies are done."""
+        """Whether the dependencies of `worker`'s next action are done; False after its last."""
         action = self.next[worker]
         return action is not None and self._done.issuperset(self._needs[action])
 
     def take(self, worker: int) -> Action:
-        """Moves `worker` on, which has an action left; the action is done when it is finished."""
+        """Moves `worker` past its next action and returns it; call `finish` when the action is done."""
         action = self.next[worker]
         assert action is not None, "it was asked"
         self.next[worker] = next(self._rows[worker], None)
         return action
 
     def finish(self, action: Action) -> None:
-        """Marks the action as finished; actions that need it may begin."""
+        """Marks the action as done; actions that depend on it may begin."""
         self._done.add(action)
 
     def stopped(self) -> ValueError:
-        """The error where no worker can go on: what each stands at, and who would have to go on first."""
+        """The error for a deadlock: each worker's next action, what it needs, and why that is not done."""
         reasons = []
         for worker, action in enumerate(self.next):
             missing = [need for need in self._needs.get(action, ()) if need not in self._done]  # type: ignore[arg-type]
@@ -137,11 +136,11 @@ class Walk:
 
 @derived
 def execution_order(schedule: Schedule) -> tuple[Action, ...]:
-    """The order in which a single process takes all actions: each row in its own order, dependencies first.
+    """The order in which one process runs all actions: each row in order, dependencies first.
 
-    Next comes the worker that received the last action's message, then the same worker if it has only
-    recomputed, then the one that can go on with the latest stage: so one stage's recomputed activations are
-    alive at a time. `ValueError` names the actions that wait for each other if the schedule deadlocks.
+    Next is the worker that received the last message, then the same worker after a recomputation, then the
+    one whose next action is on the latest stage: so recomputed activations of one stage are alive at a time.
+    `ValueError` for a deadlock names the actions that wait for each other.
     """
     needed_by = receivers(schedule)
     last, worker = schedule.worker(schedule.num_stages - 1), schedule.worker(0)
@@ -164,12 +163,12 @@ def execution_order(schedule: Schedule) -> tuple[Action, ...]:
 
 @derived
 def validate(schedule: Schedule) -> None:
-    """`ValueError` with the offending actions unless the schedule can be executed.
+    """`ValueError`, with the wrong actions, unless the schedule can be executed.
 
-    Checked: a placement of all stages on workers; a row per worker that holds only its own stages' actions;
-    every micro-batch once forward and once backward (B, or I and W) on every stage, recomputed exactly where
-    `remat` says so; messages of one direction between two workers leave in the order in which they are needed
-    (a channel is a queue, as in MPI and NCCL); and no deadlock when every worker takes its row in order.
+    Checks that every stage has a worker; that a worker's row holds only its own stages' actions; that every
+    stage takes every micro-batch once forward and once backward (B, or I and W), recomputed exactly where
+    `remat` says so; that messages of one direction between two workers are sent in the order of need (a
+    channel is a queue, as in MPI and NCCL); and that nothing deadlocks when workers take their rows in order.
     """
     _check_rows(schedule)
     _check_channels(schedule, "worker" if schedule.placement else "stage")
@@ -177,7 +176,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_rows(schedule: Schedule) -> None:
-    """`ValueError` unless the rows hold what `validate` asks for, in whatever order."""
+    """`ValueError` unless the rows hold the right actions, in any order."""
     check_sizes(schedule.num_stages, schedule.num_microbatches, schedule.remat)
     if schedule.placement:
         check_placement(schedule.placement, schedule.num_stages)

@@ -1,9 +1,9 @@
-"""The paper's models and some others, each an `nn.Sequential` of layers to profile, cut into stages and
-train.
+"""The paper's models and some others, each an `nn.Sequential` of layers, ready to be profiled, cut into
+stages and trained.
 
-A layer maps a tensor or a tuple of tensors to a tensor or a tuple; equal layers are built equally, so
-that one profile serves all of them. Everything can be built on the meta device, at full size and without
-memory. Names are resolved on first use, so that `zoo` can say what there is without loading torch.
+A layer maps a tensor or a tuple of tensors to a tensor or a tuple. Equal layers have equal configurations, so
+that each is profiled once. Every model can be built on the meta device, at full size and without memory.
+Names are imported at first use, so that `zoo` lists models without loading torch.
 """
 
 from __future__ import annotations

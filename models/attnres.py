@@ -1,14 +1,13 @@
-"""A Transformer with attention residuals: every layer reads what all blocks before it have made.
+"""A Transformer with attention residuals: every layer reads the outputs of all blocks before it.
 
-Where others add a layer's output to what came in, the input of each attention and of each feed-forward is a
-mean over the depth of the model. Its sources are the embedding, the sum of the outputs of each block before,
-and that of its own block so far; their weights are a softmax over products of one learned vector with
-the normalized sources:
+Other Transformers add a layer's output to its input. Here the input of each attention and feed-forward is a
+weighted mean of sources: the embedding, the sum of the outputs of each earlier block, and that of the current
+block so far. The weights are a softmax over products of one learned vector with the normalized sources:
 
     h = sum_i a_i v_i,   a = softmax_i(q . RMSNorm(v_i))
 
-So a stage needs the sums of all blocks before it, of whichever stage. They are passed on from layer to layer
-in a tuple, or each is a portal, which the layer that begins the next block stashes and all later ones pop.
+So a stage needs the sums of all earlier blocks. Layers pass them on in a tuple, or each sum is a portal,
+which the layer that begins the next block stashes and all later layers pop.
 
 Source: Kimi Team, Attention Residuals (arXiv 2603.15031), section 3.2 and figure 2, with blocks of whole
 Transformer layers. Attention and feed-forward are Llama's.
@@ -25,7 +24,7 @@ from gpipe_bench.models.unet import State, WithPortals
 
 
 class Mean(nn.Module):
-    """Sources (N, T, d) each -> their weighted mean (N, T, d). At first all weights are equal."""
+    """Sources (N, T, d) each -> their weighted mean (N, T, d). Initially all weights are equal."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -40,10 +39,10 @@ class Mean(nn.Module):
 
 
 class Layer(llama.Block):
-    """(sum so far, sum of each block before) -> the same; for the first layer of a block what has come is the
-    sum of the block before.
+    """(sum of this block so far, sum of each earlier block) -> the same; the first layer of a block gets the
+    finished sum of the block before in place of its own.
 
-    With portals the sums of blocks are popped, and the first layer of a block stashes what has come.
+    With portals, layers pop the sums of blocks, and the first layer of a block stashes its input.
     """
 
     def __init__(self, index: int, layers_per_block: int, portals: bool, d_model: int, *sizes: int) -> None:
@@ -77,7 +76,7 @@ class Layer(llama.Block):
 
 
 class Output(llama.Output):
-    """(sum of the last block, those before) -> logits (N, T, V)."""
+    """(sum of the last block, sums of earlier blocks) -> logits (N, T, V)."""
 
     def __init__(self, num_blocks: int, portals: bool, d_model: int, vocab_size: int) -> None:
         super().__init__(d_model, vocab_size)
@@ -90,7 +89,7 @@ class Output(llama.Output):
 
 
 def _names(blocks: range | list[int]) -> tuple[str, ...]:
-    """Portals; block 0 is the embedding."""
+    """Names of the blocks' portals; block 0 is the embedding."""
     return tuple([f"block {number}" for number in blocks])
 
 
@@ -111,12 +110,12 @@ def attention_residuals(
     Layers: embedding, `num_layers` layers of attention and feed-forward, output.
 
     Args:
-        num_layers, d_model, ffn_dim: of the layers.
-        layers_per_block: layers whose outputs are added up; a remainder is a block of its own.
-        num_heads, num_kv_heads: as of Llama.
+        num_layers, d_model, ffn_dim: number and sizes of the layers.
+        layers_per_block: layers whose outputs are summed; a remainder is a block of its own.
+        num_heads, num_kv_heads: as in `llama`.
         vocab_size: V.
         seq_len: length of the example batches; the network takes any.
-        portals: whether sums of blocks are portals, which pass the layers between by themselves.
+        portals: whether sums of blocks are portals, which skip the layers between.
 
     Raises:
         ValueError: an option is out of range.

@@ -1,7 +1,7 @@
-"""Shared refusals of bad model options, so that every builder says the same thing the same way.
+"""Checks of model options, so that all builders raise the same errors.
 
-A wrong size that reaches torch ends as a shape error deep inside a forward pass; here it ends at once
-with a `ValueError` that names the option, the value and what is allowed.
+A wrong size that reaches torch becomes a shape error deep inside a forward; these checks raise a `ValueError`
+at once that names the option, the value and what is allowed.
 """
 
 from collections.abc import Collection

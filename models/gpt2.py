@@ -1,9 +1,7 @@
-"""GPT-2 as a sequence of layers, in the shapes that were published (`shapes`).
+"""GPT-2 as a sequence of layers; `shapes` has the published sizes.
 
 Pre-normalization, biases everywhere, GELU, learned positions, and one matrix for the embedding and the output
 layer, which stays one weight wherever the sequence is cut.
-Source of the structure: Radford et al., Language Models are Unsupervised Multitask Learners (2019), and the
-released code.
 """
 
 from collections import OrderedDict
@@ -17,7 +15,7 @@ from gpipe_bench.models.transformer.blocks import drop
 
 
 class Embedding(nn.Module):
-    """Tokens (N, T) -> (N, T, d): rows of the table plus those of the positions. T > seq_len is refused."""
+    """Tokens (N, T) -> (N, T, d): token embeddings plus position embeddings. T > seq_len is refused."""
 
     def __init__(self, vocab_size: int, d_model: int, seq_len: int, dropout: float) -> None:
         super().__init__()
@@ -37,7 +35,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and feed-forward, each residual behind a normalization: (N, T, d) -> the same."""
+    """Causal attention and feed-forward, each pre-normalized and residual: (N, T, d) -> the same."""
 
     def __init__(self, d_model: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -87,10 +85,10 @@ def gpt2(
     Layers: embedding, `num_layers` blocks, output.
 
     Args:
-        num_layers, d_model, num_heads: of the blocks; `num_heads` divides `d_model`.
+        num_layers, d_model, num_heads: number and sizes of the blocks; `num_heads` divides `d_model`.
         vocab_size: V.
         seq_len: longest sequence.
-        dropout: share dropped of embeddings, attention weights and the results of attention and feed-forward.
+        dropout: dropout of embeddings, attention weights and the results of attention and feed-forward.
         tied: whether the embedding and the output layer are one matrix, as in the published models.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Llama as a sequence of layers, in the shapes that were published (`shapes`).
+"""Llama as a sequence of layers; `shapes` has the published sizes.
 
-Pre-normalization by root mean squares, rotary positions, grouped keys and values, a gated feed-forward, no
+RMSNorm before each part, rotary position embeddings, grouped-query attention, a gated feed-forward, no
 biases, no dropout, and separate matrices for embedding and output. Sources of the structure: Touvron et al.,
-LLaMA (arXiv 2302.13971) and Llama 2 (2307.09288); The Llama 3 Herd of Models (2407.21783). The rotations are
-those of a context as long as the model was trained on, without Llama 3.1's stretching of low frequencies.
+LLaMA (arXiv 2302.13971) and Llama 2 (2307.09288); The Llama 3 Herd of Models (2407.21783). Rotary frequencies
+are those of the original context length, without Llama 3.1's scaling of low frequencies.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ from gpipe_bench.models import checks
 
 
 class Block(nn.Module):
-    """Causal attention and feed-forward, each residual behind a normalization: (N, T, d) -> the same."""
+    """Causal attention and feed-forward, each pre-normalized and residual: (N, T, d) -> the same."""
 
     def __init__(
         self, d_model: int, ffn_dim: int, num_heads: int, num_kv_heads: int, rope_theta: float
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 def rotated(x: Tensor, theta: float) -> Tensor:
-    """Queries or keys (N, h, T, c), each pair of channels turned by its position times its frequency."""
+    """Rotary position embedding: rotates pairs of channels of queries or keys (N, h, T, c)."""
     half = x.size(-1) // 2
     rates = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = torch.arange(x.size(-2), device=x.device, dtype=torch.float32)[:, None] * rates
@@ -87,9 +87,9 @@ def llama(
     Layers: embedding, `num_layers` blocks, output.
 
     Args:
-        num_layers, d_model, ffn_dim: of the blocks.
-        num_heads, num_kv_heads: heads of the queries, which divide `d_model` into an even number of channels
-            each, and of keys and values, which divide `num_heads`; None: as many.
+        num_layers, d_model, ffn_dim: number and sizes of the blocks.
+        num_heads, num_kv_heads: query heads, which divide `d_model` into an even number of channels each, and
+            key and value heads, which divide `num_heads`; None: as many as query heads.
         vocab_size: V.
         seq_len: length of the example batches; the network takes any.
         rope_theta: base of the rotary frequencies.

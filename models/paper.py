@@ -1,7 +1,7 @@
 """The configurations of Table 1, as the paper and its errata give them (arXiv v5, Table 1 and section 3).
 
-Nothing is decided here: sizes, caps and mini-batches are the paper's; what it leaves open (the number of
-micro-batches of the Transformer, the attention of 2019) is said beside the value.
+Sizes, memory caps and mini-batches are the paper's; comments mark values that the paper does not state
+(micro-batches) and where they come from.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Half:
     """One half of Table 1: a model family on one kind of accelerator."""
 
     model: str
-    table: str  # its name in results/paper.csv
+    table: str  # the table's name in results/paper.csv
     cap_gib: int  # memory of one accelerator
     batch_size: int
     num_microbatches: int  # of the pipelined columns
-    options: dict[str, Any]  # of the model's builder, beside its size
+    options: dict[str, Any]  # options of the model's builder, except its size
 
 
 HALVES: dict[str, Half] = {
@@ -77,7 +77,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 }
 
 PAPER_NUM_LAYERS = (18, 36, 72)
-"""The depths L of AmoebaNet-D that the paper uses, searched for the largest model."""
+"""The depths L of AmoebaNet-D in the paper, in which the largest model is searched."""
 
 
 def column(half: str, name: str) -> Column:

@@ -1,11 +1,10 @@
-"""Tensor parallelism for our Transformers: torch's styles, and what they leave to whoever writes a plan.
+"""Tensor parallelism for the Transformers of this package: torch's plans, and what plans leave undone.
 
-A plan says how the matrices of a block are divided: column-wise into the block, row-wise out of it, so that a
-block sums once forward and once backward. Three things a plan alone does not do, and two of them are silent:
-a head count that is still the whole model's makes other heads of the same channels; a draw inside the divided
-part makes the same mask on every shard; and parameters that stay plain tensors beside distributed ones stop
-the optimizers that take many at once. So here the heads are counted, the divided parts draw from streams of
-their own, and every parameter of a parallel layer is distributed.
+A plan divides a block's first matrices by columns and its last by rows, so that a block needs one sum forward
+and one backward. A plan alone leaves three errors, two of them silent: a head count of the whole model splits
+a rank's channels into wrong heads; dropout inside a divided part draws the same mask on every rank; and plain
+parameters beside distributed ones stop optimizers that update many at once. So `tensor_parallel` corrects
+head counts, gives divided parts their own random streams, and makes every parameter distributed.
 
     layout of x between blocks   norm               into the block       out of the block
     whole on every rank          whole              column-wise          row-wise, all-reduce
@@ -31,14 +30,14 @@ from gpipe_bench.models.transformer import lm, seq2seq
 from gpipe_bench.models.transformer.blocks import Attention, FeedForward, Softmax, TransformerLayer
 from gpipe_bench.models.transformer.draws import Division
 
-Plan = list[tuple[str, ParallelStyle]]  # paths below a layer, and how each is divided
+Plan = list[tuple[str, ParallelStyle]]  # module paths in a layer, and the style of each
 TOKENS = 1  # the dimension of (N, T, d) that sequence parallelism divides
 
 
 class Gathered(ParallelStyle):
-    """A normalization whose input has the layout between the blocks and whose output is whole.
+    """A normalization that takes x in the layout between blocks and returns it whole.
 
-    The output stays a DTensor, so that the gradients of all that read it are summed once, on the way back.
+    The output stays a DTensor, so that the gradients of all its readers are summed once, in the backward.
     """
 
     def __init__(self, layout: Placement) -> None:
@@ -55,7 +54,7 @@ class Gathered(ParallelStyle):
 
 
 class Divided(ParallelStyle):
-    """An embedding whose outputs at `positions` leave divided by tokens; a single output is position 0."""
+    """An embedding whose outputs at `positions` are divided by tokens; a single output is position 0."""
 
     def __init__(self, positions: tuple[int, ...]) -> None:
         self.positions = positions
@@ -80,24 +79,23 @@ class Divided(ParallelStyle):
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
-    """Divides the Transformer layers of `model` over the ranks of `mesh`, in place; all of them call.
+    """Divides the Transformer layers of `model` over the ranks of `mesh`, in place; all ranks must call.
 
-    Call it before the `Pipeline` is built, with the same weights on every rank or those of the first rank,
-    which are the ones that count. All parameters of the model become DTensors, the small ones whole on every
-    rank. Dropout inside the divided parts draws differently on every rank, and alike where ranks hold the
-    same.
+    Call it before the `Pipeline` is built. The first rank's weights are used. All parameters become DTensors,
+    small ones whole on every rank. Dropout draws differently on each rank where ranks hold different parts,
+    and alike where they hold the same.
 
     Args:
-        model: of `transformer_lm`, `transformer_seq2seq` or `llama`: a sequence of layers
+        model: the result of `transformer_lm`, `transformer_seq2seq` or `llama`
         mesh: one dimension, `mesh["tp"]`
-        sequence: whether x is divided by its tokens between the blocks (sequence parallelism), which makes
-            messages, normalizations and residuals 1 / tp of their size; T must be a multiple of tp
+        sequence: whether x is divided by tokens between blocks (sequence parallelism): messages,
+            normalizations and residuals then have 1 / tp of their size; T must be a multiple of tp
 
     Returns `model`.
 
     Raises:
-        ValueError: no plan is known for a layer, heads or widths are no multiple of the ranks, or a weight
-            belongs to two layers.
+        ValueError: a layer has no known plan, heads or widths are no multiple of the ranks, or two layers
+            share a weight.
     """
     if mesh.ndim != 1:
         raise ValueError(
@@ -112,14 +110,12 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = Fals
 
 
 def check_divisible(model: nn.Module, ranks: int) -> None:
-    """Whether `tensor_parallel` divides `model` over so many ranks, without processes: `ValueError` where it
-    does not, as that raises.
-    """
+    """`ValueError` where `tensor_parallel` of `model` over so many ranks raises it; needs no processes."""
     _plans(model, ranks, sequence=False)
 
 
 def _plans(model: nn.Module, ranks: int, sequence: bool) -> list[tuple[nn.Module, Plan]]:
-    """Every layer with the styles of its modules."""
+    """Each layer with the styles of its modules."""
     places: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in places:
@@ -132,7 +128,7 @@ def _plans(model: nn.Module, ranks: int, sequence: bool) -> list[tuple[nn.Module
 
 
 def _plan(name: str, layer: nn.Module, ranks: int, sequence: bool) -> Plan:
-    """The styles of the modules of a layer; `ValueError` where none are known or they don't fit."""
+    """The styles of a layer's modules; `ValueError` if none are known or sizes don't divide."""
     between: Placement = Shard(TOKENS) if sequence else Replicate()
     into, out = ColwiseParallel(), RowwiseParallel(output_layouts=between)
     table, norm = RowwiseParallel(input_layouts=Replicate()), Gathered(between)
@@ -183,7 +179,7 @@ def _divides(what: str, number: int, ranks: int) -> None:
 
 
 def _count(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    """Tells a block its part of the division: its own heads, and which random draws are its own."""
+    """Sets a block's number of heads on this rank, and which of its random draws are this rank's own."""
     if isinstance(module, Attention):
         module.num_heads //= mesh.size()
     if isinstance(module, Attention | FeedForward):

@@ -1,7 +1,7 @@
-"""Every model by name: how to build it, a batch for it, its loss.
+"""All models by name, with an example batch and a loss for each.
 
-`MODELS[name](**options)` builds the model; `example_batch` and `loss_fn` take the same options. An
-unknown name or option, anywhere, is a `ValueError` that lists what there is.
+`MODELS[name](**options)` builds a model; `example_batch` and `loss_fn` take the same options. An unknown name
+or option is a `ValueError` that lists the known ones.
 """
 
 import inspect
@@ -35,7 +35,7 @@ from gpipe_bench.models.unet import unet
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """A builder function with some arguments given, that refuses options it does not know."""
+    """A builder function with given first arguments; it refuses unknown options."""
 
     function: Callable[..., nn.Sequential]
     given: tuple[Any, ...] = ()
@@ -111,7 +111,7 @@ def example_batch(
 def loss_fn(name: str, **model_kwargs: Any) -> Callable[[Any, Tensor], Tensor]:
     """The loss of `MODELS[name](**model_kwargs)`: (output, target) -> scalar, the mean over the examples.
 
-    AmoebaNet understands the auxiliary logits (weight 0.4) and smooths labels as its preset does: 0.1 for
+    AmoebaNet's loss includes auxiliary logits (weight 0.4) and smooths labels as its preset does: 0.1 for
     `tf`, 0 for `torchgpipe`. Raises ValueError for an unknown name or option.
     """
     options = _options(name, model_kwargs)

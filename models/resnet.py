@@ -1,9 +1,9 @@
-"""ResNet-101 as a flat sequence of 370 layers, so that a stage may end inside a residual block.
+"""ResNet-101 as a flat sequence of 370 layers, so that a stage may begin inside a residual block.
 
-Every convolution, normalization and ReLU is a layer; inside a block the tuple is (x, skip), and the skip
-travels with it across stages. Weights have torchvision's layout and initialisation, and with equal weights
-outputs are equal. The 370 layers are the ones that torchgpipe's published partitions of ResNet-101 count.
-ReLUs don't work in place: a stage that starts with one would overwrite its own input.
+Every convolution, normalization and ReLU is a layer. Inside a block layers pass (x, skip). Weights have
+torchvision's layout and initialisation; with equal weights outputs are equal. torchgpipe's published
+partitions of ResNet-101 count the same 370 layers. ReLUs are not in place: a stage that begins with one would
+overwrite its own input.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,7 @@ RESNET101_BLOCKS = (3, 4, 23, 3)
 
 
 class Conv2d(nn.Conv2d):
-    """A convolution without bias whose weights start as torchvision's: Kaiming normal by fan-out."""
+    """A convolution without bias, initialised as in torchvision: Kaiming normal by fan-out."""
 
     def __init__(self, channels: int, filters: int, kernel: int, stride: int = 1) -> None:
         super().__init__(channels, filters, kernel, stride, kernel // 2, bias=False)
@@ -36,7 +36,7 @@ class Stash(nn.Module):
 
 
 class Main(nn.Module):
-    """Applies `module` to the first of (x, skip) and hands the skip on."""
+    """Applies `module` to x of (x, skip) and passes the skip on."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -71,8 +71,8 @@ def resnet101(
     Args:
         num_classes: classes.
         image_size: S in pixels, the size of the example batches; the network itself takes any.
-        num_blocks: residual blocks of the four stacks; (3, 4, 23, 3) is ResNet-101, fewer a scaled-down
-            one.
+        num_blocks: residual blocks of the four stacks; (3, 4, 23, 3) is ResNet-101; smaller numbers scale it
+            down.
         num_filters: channels of the stem and of the first stack's 3x3 convolutions; 64 is ResNet-101.
 
     Raises:

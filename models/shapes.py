@@ -1,11 +1,11 @@
-"""Models that people train, by the names they have: which builder of `MODELS`, and its options.
+"""Well-known models by name: the builder in `MODELS`, and its options.
 
     builder, options = SHAPES["llama-70b"]
     with torch.device("meta"):
         model = MODELS[builder](**options)
 
-Built on the meta device they take no memory, whatever their size. Sources: GPT-2, Radford et al. 2019, Table
-2, with the parameters of the released models (the paper's own numbers are known to be wrong); LLaMA, arXiv
+On the meta device they take no memory, whatever their size. Sources: GPT-2, Radford et al. 2019, Table 2,
+with the parameters of the released models (the paper's own numbers are known to be wrong); LLaMA, arXiv
 2302.13971, Table 2; Llama 2, 2307.09288, Table 1; Llama 3, 2407.21783, Table 3; U-Net, torchgpipe's
 benchmarks (unet-memory and unet-speed, version 0.0.7).
 """

@@ -29,7 +29,7 @@ def image_batch(
 def language_batch(
     batch_size: int, options: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens (N, T) and, as target, the tokens one further on; both int64, T = `seq_len`."""
+    """Tokens (N, T) and, as target, the next tokens; both int64, T = `seq_len`."""
     length = checks.positive_int("seq_len", options["seq_len"])
     tokens = _draw("vocab_size", options, (batch_size, length + 1), device, generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -38,7 +38,7 @@ def language_batch(
 def translation_batch(
     batch_size: int, options: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """(source, target input), each (N, T), and the target one token further on; int64, T = `seq_len`."""
+    """(source, target input), each (N, T), and as target the next tokens; int64, T = `seq_len`."""
     source, _ = language_batch(batch_size, options, device, generator)
     target_in, target_out = language_batch(batch_size, options, device, generator)
     return (source, target_in), target_out
@@ -74,7 +74,7 @@ def class_loss(output: Tensor | tuple[Tensor, ...], target: Tensor, label_smooth
     Args:
         output: logits, or (logits, auxiliary logits).
         target: classes (N,) of int64.
-        label_smoothing: share of the target that is spread evenly over all classes, of both parts.
+        label_smoothing: share of the target that is spread over all classes, in both parts.
     """
     logits, *aux = output if isinstance(output, tuple) else (output,)
     loss = F.cross_entropy(_widened(logits), target, label_smoothing=label_smoothing)
@@ -95,5 +95,5 @@ def pixel_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _widened(logits: Tensor) -> Tensor:
-    """Half-precision logits as float32, the reference's rule; float32 and float64 as they are."""
+    """16-bit logits as float32, like the reference; float32 and float64 unchanged."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

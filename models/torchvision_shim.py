@@ -1,12 +1,11 @@
-"""Imports torchvision next to a torch that was built without CUDA.
+"""Imports torchvision beside a build of torch without CUDA.
 
-The default wheel of torchvision is linked against CUDA. Beside a CPU build of torch its library of
-operators does not load, and `import torchvision` then ends in "operator torchvision::nms does not exist",
-because it describes operators that nobody declared. Declaring them is enough for everything but
-detection: models and transforms are Python.
+The default wheel of torchvision is linked against CUDA. With a CPU build of torch its operators do not load,
+and `import torchvision` fails with "operator torchvision::nms does not exist", because it describes operators
+that are not declared. Declaring them is enough for everything but detection.
 
-Where torchvision imports by itself nothing is declared. Remove this module when torchvision guards those
-descriptions by itself.
+If torchvision can be imported, nothing is declared. Remove this module when torchvision checks whether its
+operators are loaded.
 """
 
 import importlib
@@ -16,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-# The operators that torchvision describes without asking whether they loaded.
+# The operators that torchvision describes without that check.
 _SIGNATURES = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -26,7 +25,7 @@ _declared: dict[str, torch.library.Library] = {}
 
 
 def import_torchvision() -> ModuleType:
-    """Returns the torchvision module; raises what its import raises for any other reason."""
+    """Returns the torchvision module; other errors of its import are raised."""
     while True:
         try:
             return importlib.import_module("torchvision")
@@ -42,6 +41,6 @@ def _declare(operator: str) -> None:
     library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(operator + _SIGNATURES[operator])  # type: ignore[no-untyped-call]
     _declared[operator] = library
-    # Python would take the modules that the failed import left behind for complete.
+    # Python would treat modules left by the failed import as complete.
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]

@@ -1,9 +1,9 @@
-"""torchgpipe's U-Net as a flat sequence of layers, so that a stage may end anywhere.
+"""torchgpipe's U-Net as a flat sequence of layers, so that a stage may begin anywhere.
 
 A simplified U-Net of five levels: B convolutions on each level, C channels on the first and twice as many on
-each further one. What travels is the activations with the skips of all levels above, the innermost first; a
-skip is given on by every layer between its two ends, unless it is a portal, which passes them by itself.
-The layers are the ones that torchgpipe's published partitions count: 241 for (B, C) = (5, 64).
+each further one. Layers pass activations and the skips of all levels above, the innermost first; or each skip
+is a portal, which no layer between has to pass on. torchgpipe's published partitions count the same layers:
+241 for (B, C) = (5, 64).
 """
 
 from collections import Counter, OrderedDict
@@ -18,7 +18,7 @@ State = Tensor | tuple[Tensor, ...]
 
 
 class OnActivations(nn.Module):
-    """Applies `module` to the activations and hands the skips on."""
+    """Applies `module` to the activations and passes the skips on."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class OnActivations(nn.Module):
 class Stash(nn.Module):
     """x -> (x, x): the activations become the innermost skip too; nothing is copied.
 
-    With a `portal`, a name, the second x waits for the `Join` of that name.
+    With a `portal`, a name, the second x goes to the `Join` of that name.
     """
 
     def __init__(self, portal: str | None = None) -> None:
@@ -46,9 +46,9 @@ class Stash(nn.Module):
 
 
 class Join(nn.Module):
-    """(x, skip, ...) -> the channels of x and of the skip, x padded to the skip's size where that was odd.
+    """(x, skip, ...) -> x and the skip concatenated by channels, x padded to the skip's size if that is odd.
 
-    With a `portal` the skip is what the `Stash` of that name gave.
+    With a `portal` the skip comes from the `Stash` of that name.
     """
 
     def __init__(self, portal: str | None = None) -> None:
@@ -65,7 +65,7 @@ class Join(nn.Module):
 
 
 class WithPortals(nn.Sequential):
-    """The layers one after another, each given what it pops of what others have stashed."""
+    """Runs the layers one after another; each gets the portals that it pops."""
 
     def forward(self, images: Tensor) -> Tensor:
         state: State = images
@@ -102,10 +102,10 @@ def unet(
         num_convs: B, convolutions on each level, down and up.
         num_filters: C, channels of the first level.
         depth: levels with a skip.
-        dropout: share of the channels dropped behind each convolution.
+        dropout: dropout of channels behind each convolution.
         image_size: S in pixels, the size of the example batches; the network takes any of at least 2^depth.
         input_channels, output_channels: of the images and of the result.
-        portals: whether the skips are portals, which pass the layers between their ends by themselves.
+        portals: whether skips are portals, which pass by the layers between their ends.
 
     Raises:
         ValueError: an option is out of range.

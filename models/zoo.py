@@ -1,6 +1,6 @@
-"""The model zoo in numbers: layers and exact trainable parameters of the configurations the paper names.
+"""Counts layers and trainable parameters of the configurations that the paper names.
 
-Built on the meta device, so a model of five billion parameters takes no memory.
+Models are built on the meta device, where five billion parameters take no memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONFIGURATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """For each configuration: model, keywords, sequence length and trainable parameters."""
+    """For each configuration: model, keywords, number of layers and trainable parameters."""
     import torch
 
     from gpipe_bench.models import MODELS
@@ -50,7 +50,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def layer_parameters(model: nn.Sequential) -> list[int]:
-    """Trainable parameters of each layer; one that two layers share counts for the first only."""
+    """Trainable parameters of each layer; one that two layers share counts in the first."""
     seen: set[int] = set()
     counts = []
     for layer in model:

@@ -1,1 +1,1 @@
-"""AmoebaNet (L, D): cells, operations and genotypes as a sequence of layers."""
+"""AmoebaNet (L, D) as a sequence of layers: cells, operations and genotypes."""

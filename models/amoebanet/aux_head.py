@@ -1,4 +1,4 @@
-"""The auxiliary classifier of AmoebaNet's reference, which trains along with weight 0.4."""
+"""The auxiliary classifier of AmoebaNet's reference, trained with weight 0.4."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

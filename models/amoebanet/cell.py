@@ -1,7 +1,7 @@
-"""One AmoebaNet cell, for every genotype, as a pipeline layer.
+"""An AmoebaNet cell of any genotype, as a pipeline layer.
 
-A cell reads the outputs of the two cells before it, so a layer hands on `(net, prev)`: its own output and
-its input. Anything that follows in the tuple (the auxiliary logits) is passed through untouched.
+A cell reads the outputs of the two cells before it, so a layer passes on `(net, prev)`: its own output and
+its input. Anything after these in the tuple (auxiliary logits) passes unchanged.
 """
 
 import torch
@@ -19,13 +19,13 @@ class Cell(nn.Module):
         filters: F, the width of each state; the output has len(plan.concat) * F channels.
         net_channels, prev_channels: channels of the two inputs.
         stride: 2 for a reduction cell (operations on states 0 and 1 are strided), else 1.
-        prev_stride: how much larger a side of `prev` is where it is to be reduced: the stride of the cell
+        prev_stride: ratio of the sides of `prev` and `net` where `prev` is reduced: the stride of the cell
             before.
-        prev_match: how `prev` is brought to `net`'s size and F channels: `"raw"` (unchanged, for the
-            reference's first cell), `"project"` (1x1 convolution if the channels differ) or `"reduce"`
-            (`prev` is a larger map).
-        reduce_concat: whether a concatenated state 0 or 1 has to be brought to the size of the others;
-            true for a reduction cell unless its input is a single pixel.
+        prev_match: how `prev` gets `net`'s size and F channels: `"raw"` (unchanged, for the reference's first
+            cell), `"project"` (1x1 convolution if the channels differ) or `"reduce"` (`prev` is a larger
+            map).
+        reduce_concat: whether a concatenated state 0 or 1 is reduced to the size of the others; true for a
+            reduction cell unless its input is a single pixel.
 
     Shapes: net (N, net_channels, H, W), prev (N, prev_channels, H', W'), out (N, C, ceil(H / stride),
     ...).
@@ -65,8 +65,7 @@ class Cell(nn.Module):
             )
             for name, state in zip(plan.operations, plan.inputs, strict=True)
         )
-        # States 2 to 6 always have the size of the output; of the others only C's reduction cell keeps
-        # one (state 0).
+        # States 2 to 6 have the size of the output; only C's reduction cell concatenates another state (0).
         self.concat_match = nn.ModuleDict(
             {
                 str(state): FactorizedReduction(filters, filters, style.padding, stride)

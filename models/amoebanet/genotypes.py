@@ -1,4 +1,4 @@
-"""The cells of AmoebaNet-A, B, C and D as data, in the form in which the architecture search prints them.
+"""The cells of AmoebaNet-A, B, C and D as data, in the notation of the architecture search.
 
 One table per cell: five pairs `operation@state`, added pairwise, and the states that are concatenated.
 State 0 is the cell's input after its 1x1 convolution, state 1 the output of the cell before after

@@ -1,9 +1,8 @@
-"""What AmoebaNet needs and torch does not have: SAME padding, a tolerant normalization, drop path.
+"""Modules that AmoebaNet needs and torch lacks: SAME padding, a tolerant normalization, drop path.
 
 With stride 2 on an even map TensorFlow's SAME padding puts the odd row and column at the bottom and right: a
-3x3 window pads (0, 1), where torch's symmetric `padding=` would sample another grid. Averages leave the
-padding out of the divisor, maxima never see it. Pools reach the same windows through `ceil_mode` without a
-padded copy of the input.
+3x3 window pads (0, 1), where torch's symmetric `padding=` would sample another grid. Averages and maxima
+exclude the padding. Pools get the same windows by `ceil_mode`, without a padded copy of the input.
 """
 
 import torch
@@ -88,8 +87,8 @@ class BatchNorm2d(nn.BatchNorm2d):
             self.num_batches_tracked.add_(1)
             share = 1.0 / int(self.num_batches_tracked) if share is None else share
         share = 0.0 if share is None else share
-        # As in torch, live autograd graphs must not see this update: the graphs of earlier batches
-        # have saved the averages, which no backward in training reads.
+        # As in torch, the update must not invalidate live autograd graphs, which have saved the averages and
+        # do not read them in training.
         self.running_mean.data.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.data.mul_(1.0 - share)
 
@@ -97,9 +96,8 @@ class BatchNorm2d(nn.BatchNorm2d):
 class DropPath(nn.Module):
     """Keeps each example with probability `keep` and scales it by 1 / keep, or makes it zero.
 
-    The keep probability changes during training, so it is a plain attribute that `set_drop_path` sets for a
-    model or for one stage of it. Draws use torch's default generator. Does nothing, and draws nothing, in
-    evaluation and at `keep` = 1. Shape: (N, ...) -> the same.
+    The keep probability changes during training: `set_drop_path` sets it for a model or a stage. Draws use
+    torch's default generator; in evaluation and at `keep` = 1 nothing is drawn. Shape: (N, ...) -> the same.
     """
 
     def __init__(self, keep: float = 1.0) -> None:

@@ -1,9 +1,8 @@
-"""AmoebaNet (L, D) as a sequence of layers, in the two forms that published numbers come from.
+"""AmoebaNet (L, D) as a sequence of layers, in the two published forms.
 
-Preset `tf` is the TensorFlow reference that GPipe trained; preset `torchgpipe` is the port whose speeds
-and memory are the closest published peer. They differ in stem, widths, padding, classifier and
-initialisation, not in the cells (`PRESETS`). Sources: tensorflow/tpu `models/official/amoeba_net`;
-kakaobrain/torchgpipe `benchmarks/models`.
+Preset `tf` is the TensorFlow reference that GPipe trained; preset `torchgpipe` is the port for which speeds
+and memory are published. They differ in stem, widths, padding, classifier and initialisation, not in cells
+(`PRESETS`). Sources: tensorflow/tpu `models/official/amoeba_net`; kakaobrain/torchgpipe `benchmarks/models`.
 
 Layers, for L normal cells: stem, two stem cells, L normal cells with a reduction cell before the cells
 L/3 and 2L/3, the auxiliary head (if asked for) after the last normal cell before the second reduction,
@@ -28,18 +27,18 @@ MOVED_STRIDES = ("second reduction cell", "last normal cell")
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Settings in which the published forms of AmoebaNet differ.
+    """Settings in which the two published forms of AmoebaNet differ.
 
     Args:
         stem_filters: channels of the stem's convolution; None means D / 4.
-        stem_relu: a ReLU before it, on the image itself.
+        stem_relu: a ReLU before the stem's convolution, on the image.
         stem_padding: rows and columns of zeros around the image.
         stem_scale: width of the first stem cell in units of D; the second is twice as wide.
         first_prev: how the first cell gets its missing previous input (see `Cell`).
-        padding: convention of all windows, and with it the initialisation (see `amoebanet.ops`).
+        padding: convention of padding and initialisation (see `amoebanet.ops`).
         final_relu: a ReLU before the last average.
-        dropout: share dropped before the classifier.
-        aux_head, num_classes, label_smoothing: the form's own training setup.
+        dropout: dropout before the classifier.
+        aux_head, num_classes, label_smoothing: the form's training settings.
     """
 
     stem_filters: int | None
@@ -108,7 +107,7 @@ class Stem(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Averages the last map over all pixels and classifies it: `(net, prev)` -> logits (N, classes).
+    """Averages the last map over all pixels and classifies: `(net, prev)` -> logits (N, classes).
 
     With auxiliary logits in the tuple the result is `(logits, auxiliary logits)`. torchgpipe averages 7x7
     pixels, which is the whole map at 224 pixels, the only size that it takes.
@@ -166,10 +165,9 @@ def amoebanet(
         stem: `"imagenet"`, or `"cifar"` for images of few pixels, as in NASNet's CIFAR-10 network: the first
             convolution keeps the map's size and no stem cells follow.
         stem_filters: channels of the stem's convolution; None means the preset's, or 3 D with `"cifar"`.
-        moved_stride: the control experiment of the paper's first version (section 5): the stem's convolution
-            keeps the map's size, and what it does not halve is halved at the end, by the
-            `"second reduction cell"` (stride 4 for 2) or by the `"last normal cell"` (2 for 1). Only with
-            preset `"tf"` and its stem.
+        moved_stride: a control experiment of the paper's first version (section 5): the stem's convolution
+            keeps the map's size, and the missing halving is done by the `"second reduction cell"` (stride 4
+            for 2) or the `"last normal cell"` (2 for 1). Only with preset `"tf"` and its stem.
 
     Raises:
         ValueError: an option is out of range, or the image is too small for the auxiliary head.
@@ -261,7 +259,7 @@ def amoebanet(
 
 
 def _check_moved(moved_stride: str, preset: str, small: bool, num_layers: int) -> None:
-    """Raises ValueError where there is no stride to move, or no place for it."""
+    """`ValueError` if there is no stride to move, or no cell to move it to."""
     checks.one_of("moved_stride", moved_stride, MOVED_STRIDES)
     if preset != "tf" or small:
         raise ValueError(

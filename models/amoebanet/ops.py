@@ -35,8 +35,8 @@ class Style:
 def initialize_tf(weight: Tensor, fan_out: int) -> None:
     """The reference's weights: normal with sigma^2 = 1.3 * 2 / fan_out, truncated at 2 sigma.
 
-    By the inverse distribution function, with one draw per weight; torch's own rejects and draws again, so it
-    cannot run on fake tensors. Nothing happens on the meta device.
+    Uses the inverse distribution function, with one draw per weight; torch's own function rejects and
+    redraws, which fake tensors cannot do. On the meta device nothing happens.
     """
     if not weight.is_meta:
         limit, sigma = math.erf(math.sqrt(2.0)), math.sqrt(1.3 * 2.0 / fan_out)
@@ -67,12 +67,12 @@ class ReferenceLinear(nn.Linear):
 
 
 def linear(channels: int, filters: int, padding: str) -> nn.Linear:
-    """A fully connected layer with the initialisation that goes with the padding convention."""
+    """A fully connected layer with the initialisation of the padding convention."""
     return (ReferenceLinear if padding == "same" else nn.Linear)(channels, filters)
 
 
 def framed_conv(channels: int, filters: int, kernel: int, stride: int, frame: int, padding: str) -> nn.Conv2d:
-    """A convolution over a map framed by `frame` zeros; `padding` decides its initialisation alone."""
+    """A convolution over a map framed by `frame` zeros; `padding` only decides the initialisation."""
     kind = ReferenceConv2d if padding == "same" else nn.Conv2d
     return kind(channels, filters, kernel, stride, frame, bias=False)
 
@@ -99,7 +99,7 @@ def conv_bn(
     kernel: tuple[int, int] = (1, 1),
     stride: tuple[int, int] = (1, 1),
 ) -> list[nn.Module]:
-    """ReLU, convolution, batch normalization: the brick of every cell."""
+    """ReLU, convolution, batch normalization."""
     return [nn.ReLU(), conv(channels, filters, kernel, stride, padding), BatchNorm2d(filters)]
 
 
@@ -122,7 +122,7 @@ class FactorizedReduction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         step = self.stride
-        height, width = (int(size % step == 1) for size in x.shape[2:])  # of zeros
+        height, width = (int(size % step == 1) for size in x.shape[2:])  # numbers of zeros
         odd = F.pad(x[:, :, 1::step, 1::step], (0, width, 0, height))
         halves: Tensor = self.bn(torch.cat([self.even(x[:, :, ::step, ::step]), self.odd(odd)], dim=1))
         return halves
@@ -152,7 +152,7 @@ def operation(name: str, channels: int, filters: int, stride: int, style: Style)
 
 
 def _bottleneck(name: str, channels: int, filters: int, stride: int, padding: str) -> list[nn.Module]:
-    """The convolution in filters // 4 channels between two 1x1; alone where that would be none."""
+    """The convolution with filters // 4 channels, between two 1x1; without them if that is 0."""
     narrow = filters // 4
     before = conv_bn(channels, narrow, padding) if narrow else []
     after = conv_bn(narrow, filters, padding) if narrow else []

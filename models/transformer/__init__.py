@@ -1,1 +1,1 @@
-"""The paper's Transformers, as a language model and as an encoder with a decoder."""
+"""The paper's Transformers: a language model, and an encoder-decoder."""

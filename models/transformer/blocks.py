@@ -1,8 +1,8 @@
-"""The residual blocks of both Transformers, as pipeline layers or as parts of one.
+"""The residual blocks of both Transformers, as pipeline layers or parts of layers.
 
-Pre-normalization with biases everywhere, ReLU, sinusoidal positions without parameters and no
-normalization after the last layer: the only form whose parameter count is the paper's to every printed
-digit. A block maps a tensor, or the first tensor of a tuple, and hands on the rest.
+Pre-normalization, biases everywhere, ReLU, sinusoidal positions without parameters, and no normalization
+after the last layer: the only form whose parameter count equals the paper's in every printed digit. A block
+maps a tensor, or the first tensor of a tuple, and passes the rest on.
 
 Shapes: N examples, T tokens, d = `d_model`, f = `ffn_dim`, V = `vocab_size`, h heads.
 """
@@ -39,9 +39,9 @@ class Linear(nn.Linear):
 
 
 def drop(x: Tensor, share: float, shard: int | None = None) -> Tensor:
-    """Drops a share of x and scales the rest. Nothing is called for nothing: compiled, it would be a copy.
+    """Dropout of x. Without a share no operation runs, which would be a copy when compiled.
 
-    `shard` is that of x where ranks hold different parts of it, and None where all hold the same.
+    `shard` is the index of this rank's part of x; None if all ranks hold the same x.
     """
     if not share:
         return x
@@ -54,9 +54,9 @@ def attend(
 ) -> Tensor:
     """Scaled dot-product attention: q (N, h, T, c), k and v (N, h, S, c) -> (N, h, T, c).
 
-    `"fused"` leaves the weights to torch's kernels, which do not keep them; `"explicit"` materialises the
-    (N, h, T, S) softmax as the systems of 2019 did. `dropout` is the share of weights dropped, `shard` that
-    of the heads where ranks have different ones.
+    `"fused"` uses torch's kernels, which do not keep attention weights; `"explicit"` materialises the (N, h,
+    T, S) softmax, as the systems of 2019 did. `dropout` is that of attention weights; `shard` is the index of
+    this rank's heads.
     """
     if attention == "fused":
         if dropout:
@@ -71,7 +71,7 @@ def attend(
 
 
 class Attention(nn.Module):
-    """Residual attention, x + dropout(attention(norm(x))), over x itself or over a memory.
+    """Residual attention, x + dropout(attention(norm(x))), over x or over a memory.
 
     Args:
         d_model: d.
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         source: `"causal"` (each token sees itself and the ones before), `"full"` (all of x), or
             `"memory"` (the second tensor of the tuple).
         attention: `"fused"` or `"explicit"`, see `attend`.
-        dropout: share dropped, of the attention weights and of the block's result.
+        dropout: dropout of attention weights and of the block's result.
 
     Shapes: x (N, T, d) -> the same; memory (N, S, d).
     """
@@ -167,7 +167,7 @@ class Softmax(nn.Module):
 
 
 class Table(nn.Embedding):
-    """An embedding table; its entries start with variance 1 / d, so with 1 after the scaling by sqrt(d)."""
+    """An embedding table, initialised with variance 1 / d: 1 after scaling by sqrt(d)."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
@@ -187,8 +187,8 @@ def embed(table: Table, tokens: Tensor, seq_len: int, dropout: float) -> Tensor:
 def sinusoids(length: int, channels: int, like: Tensor) -> Tensor:
     """Positions (length, channels): sines, then cosines, of wavelengths from 2 pi to 20,000 pi.
 
-    Made anew in each forward rather than kept in a buffer, so that a model built on the meta device lacks
-    nothing once its parameters are loaded. `like` gives dtype and device.
+    Computed in each forward and not kept in a buffer, so that a model built on the meta device needs only its
+    parameters. `like` gives dtype and device.
     """
     half = channels // 2
     rates = torch.exp(torch.arange(half, device=like.device) * (-math.log(10_000.0) / max(half - 1, 1)))
@@ -197,7 +197,7 @@ def sinusoids(length: int, channels: int, like: Tensor) -> Tensor:
 
 
 class TransformerLayer(nn.Sequential):
-    """The blocks of one Transformer layer in one piece."""
+    """The blocks of one Transformer layer as one pipeline layer."""
 
 
 def stack(

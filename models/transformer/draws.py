@@ -1,8 +1,8 @@
-"""Random numbers of blocks whose parts are on several ranks.
+"""Random numbers for blocks that tensor parallelism divides over ranks.
 
-Ranks that hold the same tensor must drop the same of it, and ranks that hold different parts of one must not,
-or every part would be dropped alike. All ranks come with equal generators; what draws for a part draws from a
-stream of that part's and leaves the generators behind as if every rank had drawn one number.
+Ranks that hold the same tensor must drop the same elements; ranks with different parts of one must draw
+differently, or every part would have the same mask. All ranks have equal generators. Draws for a part come
+from a stream of this part, and advance the generators on every rank by one number.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 _NO_OTHER = nullcontext()
-# Odd, and far apart in the low 32 bits, which are all that the CPU's generator takes of a seed.
+# Odd, and far apart in the low 32 bits: a CPU generator uses no more of a seed.
 _APART = 0x9E3779B97F4A7C15
 
 
 class Division(NamedTuple):
-    """Which part of its tensors a block has on this rank; None where it has all of them.
+    """This rank's part of a block's tensors; None if it has all of them.
 
     Args:
-        inside: of heads and hidden units, between the block's first matrices and its last
-        between: of what goes from block to block
+        inside: index of its part of heads and hidden units, between the block's first and last matrices
+        between: index of its part of the tensors between blocks
     """
 
     inside: int | None = None
@@ -35,7 +35,7 @@ WHOLE = Division()
 
 
 def draws_of(shard: int | None, like: Tensor) -> AbstractContextManager[None]:
-    """Within it, draws on the device of `like` come from the stream of part `shard`; None changes nothing."""
+    """Within it, draws on `like`'s device come from the stream of part `shard`; None changes nothing."""
     return _NO_OTHER if shard is None else _stream(shard, like)
 
 

@@ -1,9 +1,9 @@
 """Transformer-L, the decoder-only language model of the paper's Table 1, from 3 to 1663 layers.
 
-Embedding and softmax are separate matrices, so no parameter belongs to two layers and the sequence can be
-cut anywhere. Source: Lingvo's one-billion-word GPipe configuration (V = 32000, d = 2048, f = 8192), with
-the paper's 32 heads. Lingvo adds the attention's residual to the normalized input by default; here, as
-usual, to the input itself.
+Embedding and softmax are separate matrices, so no two layers share a parameter and the sequence can be cut
+anywhere. Source: Lingvo's one-billion-word GPipe configuration (V = 32000, d = 2048, f = 8192), with the
+paper's 32 heads. Lingvo adds the attention's residual to the normalized input by default; here, as usual, to
+the input itself.
 """
 
 from collections import OrderedDict
@@ -62,10 +62,8 @@ def transformer_lm(
         d_model, ffn_dim, num_heads: d, f and the attention heads; `num_heads` divides `d_model`, which is
             even.
         seq_len: longest sequence.
-        dropout: share dropped from embeddings, attention weights, hidden units and the result of each
-            block.
-        attention: `"fused"` (torch's kernels) or `"explicit"` (softmax in memory, as in 2019); equal
-            results.
+        dropout: dropout of embeddings, attention weights, hidden units and the result of each block.
+        attention: `"fused"` (torch's kernels) or `"explicit"` (softmax in memory, as in 2019); equal results.
         deep_init: the feed-forward matrices start divided by `num_layers`.
         logit_clip: largest magnitude of a logit; None means no limit.
         cut: `"layer"`, or `"sublayer"` to make attention and feed-forward layers of their own, so that a

@@ -1,19 +1,17 @@
 """T(L, H, A), the encoder-decoder of the paper's translation experiments, as one sequence of layers.
 
-What travels between layers is a tuple. In the encoder it is (x, target): the source's activations and
-what will become the decoder's input; in the decoder (y, memory): its activations and the encoder's
-result.
+Layers pass tuples: encoder layers (x, target), the source's activations and the decoder's future input;
+decoder layers (y, memory), activations and the encoder's result.
 
-The paper does not say how many vocabulary tables there are, and no number explains all five printed
-sizes:
+The paper does not state the number of vocabulary tables, and no number explains all five printed sizes:
 
     num_tables   tables                                             target in the encoder's tuple
     1            one for source, target and softmax                 embeddings (N, T, d)
     2 (default)  one for source and target, one for the softmax     embeddings (N, T, d)
     3            source, target, softmax (Lingvo's structure)       integer tokens (N, T)
 
-With 2 or 3 no parameter belongs to two layers, so the sequence can be cut anywhere. With 1 the first and
-the last layer share it: usable as a plain model or where both layers are in one stage.
+With 2 or 3 no two layers share a parameter, so the sequence can be cut anywhere. With 1 the first and the
+last layer share it: for a plain model, or both layers in one stage.
 """
 
 from collections import OrderedDict
@@ -76,7 +74,7 @@ class TargetEmbedding(nn.Module):
 
 
 class Turn(nn.Module):
-    """(memory, y) -> (y, memory), if y was embedded with the source: the decoder works on the first."""
+    """(memory, y) -> (y, memory), for a target embedded with the source; decoder layers map y."""
 
     def forward(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         memory, y = state

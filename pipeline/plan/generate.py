@@ -195,8 +195,7 @@ class _ListScheduler:
         return tuple(map(tuple, rows))
 
     def _take(self, w: int, start_s: float, action: Action) -> set[int]:
-        """Takes an action; returns the workers whose choices change. Messages within a worker take no time.
-        """
+        """Takes an action; returns workers whose choices change. Messages within a worker take no time."""
         s, kind, m = action
         place, is_forward, is_back = self.work.placement, kind is Kind.F, kind is self.back
         end_s = self.free_s[w] = self.done_s[action] = start_s + self.work.seconds[kind][s]

@@ -206,9 +206,7 @@ class _Simulation:
         return ends[1], link, link.occupied_s(num_bytes), self.queues_s.setdefault(shared, [0])
 
     def run(self) -> Timeline:
-        """Runs the simulation. `ValueError` if an action cannot start, or its duration is negative or not
-        finite.
-        """
+        """`ValueError` if an action cannot start, or if its duration is negative or not finite."""
         for worker in range(len(self.events)):
             self._go_on(worker)
         while self.heap:
@@ -262,8 +260,7 @@ class _Simulation:
         """Called when an action ends: its message enters the link as soon as the link is free."""
         action, start_s, end_s = event
         self.walk.finish(action)
-        # The stage's buckets are sent within its last backward, each when it is ready and the one before is
-        # done.
+        # Buckets are sent within the stage's last backward, each when it is ready and the one before is done.
         for number, bucket in enumerate(self.buckets.get(action, ())):
             leaves_s = max(start_s + bucket.ready * event.duration_s, self.reduced_s[worker])
             self.reduced_s[worker] = leaves_s + bucket.takes_s

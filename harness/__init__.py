@@ -1,8 +1,7 @@
-"""Measure, remember, judge: records of runs, the paper's numbers, and verdicts between the two.
+"""Runs experiments, keeps their records, and judges them by the paper's numbers.
 
-The package knows nothing about pipelines or models, so it can hold any experiment to any published table.
-What the project publishes and what a user gets lies in `results/`, which stands beside `harness/` in a
-checkout and in an installed wheel alike.
+The package knows nothing about pipelines or models, so it can compare any experiment with any published
+table. Published and own results are in `results/`, beside `harness/` in a checkout and in an installed wheel.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 """The checkout, or the installed `gpipe_bench`."""
 
 PUBLISHED = ROOT / "results"
-"""The paper's numbers, reference records, the guard's counters: what comes with the project."""
+"""What the project publishes: the paper's numbers, reference records, the guard's counters."""
 
 REFERENCE = PUBLISHED / "reference"
 
@@ -24,15 +23,13 @@ def is_checkout() -> bool:
 
 
 def own_results() -> Path:
-    """`results/local` of the checkout, for who works in it; of the working directory, for whom the project is
-    only installed or on the path.
-    """
+    """`results/local` in the checkout if the working directory is inside, else in the working directory."""
     here = Path.cwd().resolve()
     return (ROOT if is_checkout() and here.is_relative_to(ROOT) else here) / "results" / "local"
 
 
 def short_path(path: Path) -> str:
-    """The path as one would type it from here."""
+    """The path relative to the working directory, if it is inside."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Joins our answers with the paper's numbers, one row per number and question, and judges each.
+"""Joins our results with the paper's numbers and judges each, one row per number and question.
 
     PaperNumber x Result -> Comparison
 
@@ -8,8 +8,8 @@
         above                        |---|            ours lies beyond it
         below     |--|
 
-A number that nobody answers is a row too ("not run"). A prediction and a result from this machine answer
-different questions, so each has its own row. What keeps only some limits that words admit is `undecided`.
+A number without a result is a row too ("not run"). A prediction and a result from this machine answer
+different questions and have rows of their own. What meets only some readings of the paper is `undecided`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .verdict import (
     Verdict,
 )
 
-# Differences in these make two numbers hard to compare; load, free memory and the digest of all sources
-# always differ, so they are left out. The experiment's revision says which code counts.
+# Fields of an environment on which numbers depend. Load, free memory and the digest of all sources always
+# differ; the experiment's revision says which code counts.
 COMPARABLE_FIELDS = (
     "cpu_model", "cores_logical", "affinity", "memory_total_gib", "cgroup_cpus", "gpus", "gpu_numerics",
     "gpu_driver", "torch_threads", "python", "versions", "variables",
@@ -51,14 +51,14 @@ def compare(
     paper: Sequence[PaperNumber] | None = None,
     whole: Collection[str] | None = None,
 ) -> list[Comparison]:
-    """The rows of every table that `ours` touches, by question, in the paper's order, then our other answers.
+    """The rows of every table that `ours` answers, by question, in the paper's order, then our other results.
 
     Args:
-        ours: our answers
-        paper: the published numbers; by default those of the file
-        whole: the tables whose unanswered numbers are rows too; by default all that `ours` touches
+        ours: our results
+        paper: the published numbers; default: those of paper.csv
+        whole: tables whose unanswered numbers are rows too; default: all that `ours` answers
 
-    Raises ValueError where a number is answered twice for one question or units can't be converted.
+    Raises ValueError if a number has two results for one question, or units can't be converted.
     """
     for key, count in Counter(entry.key for entry in ours).items():
         if count > 1:
@@ -90,12 +90,12 @@ def compare(
 
 
 def peers_of(cells: Iterable[PaperNumber]) -> dict[tuple[str, str, str], PaperNumber]:
-    """Numbers that others published for places of the paper's tables."""
+    """Others' published numbers, by their place in the paper's tables."""
     return {cell.key: cell for cell in cells if cell.kind == "external"}
 
 
 def absent(cell: PaperNumber, reason: str = "") -> Result:
-    """The answer to a published number that nobody gives. `reason` is why, where the file says nothing."""
+    """The "not run" result of a published number; `reason` says why, unless paper.csv does."""
     question: Question = "here" if cell.form == "words" else "as published"
     return Result(
         table=cell.table, row=cell.row, column=cell.column, source=cell.source, question=question,
@@ -104,9 +104,9 @@ def absent(cell: PaperNumber, reason: str = "") -> Result:
 
 
 def differences(environments: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Fields that numbers depend on and that differ between environments, with their distinct values.
+    """Fields of COMPARABLE_FIELDS that differ between environments, with their distinct values.
 
-    What one of them does not know, such as torch's threads where torch was not loaded, is no difference.
+    A missing value is no difference, such as torch's threads where torch was not loaded.
     """
     found: dict[str, list[Any]] = {}
     for name in COMPARABLE_FIELDS:
@@ -120,8 +120,8 @@ def differences(environments: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
 
 
 def judge(cell: PaperNumber | None, ours: Result, peer: PaperNumber | None = None) -> Comparison:
-    """One answer beside the paper's number, if it prints one, with the verdict and its reason; `peer` is the
-    same number as somebody else published it. Raises ValueError where units are of different kinds.
+    """Compares one result with the paper's number, if it prints one; `peer` is the same number as others
+    published it. Raises ValueError for units of different kinds.
     """
     metric = ours.metric or Metric(name=ours.row, value=None, unit="", provenance="measured")
     unit = metric.unit if cell is None else cell.unit
@@ -133,7 +133,7 @@ def judge(cell: PaperNumber | None, ours: Result, peer: PaperNumber | None = Non
     notes = [*([] if cell is None else [cell.erratum, cell.note]), ours.note]
     unread = held["verdict"] in ("not comparable", "not run") or value is None
     if unread and held["reason"] != NO_RECORD:
-        notes.append(held["reason"])  # "not run" says it all
+        notes.append(held["reason"])  # "not run" needs no reason
     known: dict[str, Any] = {field.name: getattr(ours, field.name) for field in fields(Place)}
     if cell is not None:
         for name in ("kind", "printed", "corrected_printed", "hardware", "location"):
@@ -158,12 +158,12 @@ def judge(cell: PaperNumber | None, ours: Result, peer: PaperNumber | None = Non
 
 
 def _is_narrow(low: float, high: float) -> bool:
-    """Whether a range says something: it reaches at most a fifth to either side of its middle."""
+    """Whether a range is informative: at most a fifth to either side of its middle."""
     return (high - low) / 2 <= NARROW * abs(low + high) / 2 * (1 + ULP)
 
 
 def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
-    """The verdict, its reason and the fields computed with them; unknown ones are left out."""
+    """The verdict, its reason, and fields computed with them; unknown ones are left out."""
     metric, found = ours.metric, ours.range
     if metric is None or metric.value is None or found is None:
         if ours.status == "out_of_memory":
@@ -209,7 +209,7 @@ def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
 
 
 def _verdict(kind: str, allowed: Allowed, low: float, high: float, *, is_narrow: bool) -> Verdict:
-    """The range of a number with a declared error counts as narrow: all its width is that error."""
+    """The verdict of a range. A number with a declared error counts as narrow."""
     edges = (low, high, allowed.possible_low, allowed.possible_high)
     slack = ULP * max(abs(edge) for edge in edges if math.isfinite(edge))
     if low > allowed.possible_high + slack:
@@ -217,7 +217,7 @@ def _verdict(kind: str, allowed: Allowed, low: float, high: float, *, is_narrow:
     if high < allowed.possible_low - slack:
         return "below"
     agrees: Verdict = "identity" if kind == "identity" else "reproduced"
-    if allowed.open:  # a bound holds where all of the range keeps to it, however wide that is
+    if allowed.open:  # a bound must hold for the whole range
         inside = allowed.low - slack <= low and high <= allowed.high + slack
         return agrees if inside else "undecided"
     if kind == "identity":
@@ -257,7 +257,7 @@ def _reason(
             reason = f"{mine} meets {theirs}, and would meet much else"
         case _:
             apart = ""
-            if factor:  # neither nothing nor too small for a number of its own
+            if factor:  # a positive factor
                 times = max(factor, 1 / factor)
                 apart = f", at least a factor of {times:.{3 if times >= 1.005 else 5}g} away"
             reason = f"{mine} lies {verdict} {theirs}{apart}"
@@ -267,7 +267,7 @@ def _reason(
 
 
 def _interval(low: float, high: float, unit: str) -> str:
-    """`3.45 to 3.55`, `at most 5 %`: an interval in words, with a digit more than a number has by itself."""
+    """`3.45 to 3.55`, `at most 5 %`: an interval in words, with one digit more than numbers have."""
     if math.isinf(low):
         return f"at most {show(high, unit, 5)}"
     if math.isinf(high):
@@ -275,11 +275,11 @@ def _interval(low: float, high: float, unit: str) -> str:
     return show(low, unit, 5) if low == high else f"{show(low, unit, 5)} to {show(high, unit, 5)}"
 
 
-# Numbers that agree with a published number or sentence
+# What agrees with a published number or sentence
 
 
 def printed(cell: PaperNumber) -> Allowed:
-    """Numbers that round to the printed one, or lie on its right side where the paper only gives a limit."""
+    """Numbers that round to the printed one, or that keep to a printed limit."""
     low, high = cell.target - cell.target_rounding, cell.target + cell.target_rounding
     if cell.bound == "at most":
         return Allowed(-math.inf, high, -math.inf, high, "the paper says at most so much")
@@ -295,14 +295,14 @@ def printed(cell: PaperNumber) -> Allowed:
 
 @cache
 def admitted(cell: PaperNumber) -> Allowed:
-    """Numbers that agree with a published one: by its digits, or by the words of its sentence."""
+    """Numbers that agree with a published one, by its digits or by the words of its sentence."""
     word = words().get(cell.row) if cell.source == "paper" else None
     return printed(cell) if word is None else worded(cell, *word)
 
 
 def worded(cell: PaperNumber, way: Way, limit: Unknown) -> Allowed:
-    """Numbers that agree with a sentence which gives no limit: a number that is small or large
-    enough, a ratio that is near one, or the printed number, as near as the word may mean, a share of it.
+    """Numbers that agree with a sentence that gives no limit: as small or as large as its word may mean, a
+    ratio near 1, or near the printed number.
     """
     assert limit.range is not None, "how far a word may reach is a range"
     low, high = limit.range

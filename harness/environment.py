@@ -1,4 +1,4 @@
-"""Describes the machine, the software and the code that a number came from; None for what can't be found."""
+"""Describes the machine, the software and the code behind a number; unknown facts are None."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _DISTRIBUTIONS = (
     "torch", "torchvision", "numpy", "scipy", "pandas", "msgspec", "psutil", "torchgpipe",
 )  # fmt: skip
 
-# Only variables that change speed, memory or numbers; anything else is private to the user.
+# Only variables that change speed, memory or numbers; others are private.
 _VARIABLE_PREFIXES = (
     "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "MALLOC_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "CUDA_",
     "CUBLAS_", "NCCL_", "GLOO_",
 )  # fmt: skip
-# Folders are private too, and no number depends on them.
+# Folders are private, too.
 _FOLDERS = ("_DIR", "_HOME", "_PATH")
 _VARIABLES = ("LD_PRELOAD", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "CI")
 
 
 def environment() -> dict[str, Any]:
-    """The environment as plain data. Torch is asked if it is loaded."""
+    """The environment as plain data, with torch's if it is loaded."""
     return {**_machine(), **_software(), **code_state(ROOT), **_torch(), **_now()}
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy: its affinity, and no more than a container's share."""
+    """Cores that this process may use: its affinity, limited by a container's share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = _cgroup_cpus()
     return cores if share is None else max(1, min(cores, int(share)))
@@ -90,7 +90,7 @@ def code_state(root: Path) -> dict[str, Any]:
     known: dict[str, Any] = {"git_commit": None, "git_dirty": None, "code_sha256": digest.hexdigest()}
     top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
     if not commit or Path(top).resolve() != root:
-        return known  # also where it is installed inside another repository
+        return known  # also if installed inside another repository
     is_dirty = bool(git("status", "--porcelain", "--untracked-files=normal"))
     return {**known, "git_commit": commit, "git_dirty": is_dirty}
 
@@ -111,12 +111,12 @@ def _torch() -> dict[str, Any]:
 
 
 def _numerics(torch: Any) -> dict[str, Any]:
-    """Settings that decide a GPU's speed and precision: an H100 multiplies eight times as fast in TF32."""
+    """Settings that decide a GPU's speed and precision: an H100 is eight times as fast in TF32."""
     cudnn, nccl = torch.backends.cudnn, None
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     version = None
-    with contextlib.suppress(RuntimeError):  # another version than torch was built with: not our error
+    with contextlib.suppress(RuntimeError):  # cuDNN's version does not fit torch
         version = int(cudnn.version()) if cudnn.is_available() else None
     return {
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -171,7 +171,7 @@ def _cpu_model() -> str | None:
 
 
 def _cgroup_cpus() -> float | None:
-    """CPUs that the container's quota allows; fewer than the cores that are visible make timings lie."""
+    """CPUs that the container's quota allows; if fewer than the visible cores, timings mislead."""
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
     return round(int(quota) / int(period), 2) if quota.isdigit() and period.isdigit() else None
 
@@ -197,7 +197,7 @@ def _read(path: str) -> str:
         return ""
 
 
-# In words
+# Text
 
 _FIELDS = (
     ("cpu_model", "processor"), ("cores_logical", "cores"), ("memory_total_gib", "memory, GiB"),
@@ -207,11 +207,11 @@ _FIELDS = (
     ("variables", "variables"), ("git_commit", "commit"), ("git_dirty", "uncommitted changes"),
     ("code_sha256", "digest of the code"),
 )  # fmt: skip
-"""The fields of an environment that a machine is described by, with their labels."""
+"""The fields of an environment that describe a machine, with labels."""
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """Label and text of every known field; where records differ, all values."""
+    """Label and text of every known field; all values if records differ."""
     known = ([each.get(name) for each in environments if each.get(name)] for name, _ in _FIELDS)
     return tuple(
         (label, " | ".join(dict.fromkeys(map(_text, values))))
@@ -221,7 +221,7 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> tuple[tuple[
 
 
 def _text(value: Any) -> str:
-    """A value in words: lists joined, mappings as name=value, None as `unknown`."""
+    """A value as text: lists joined, mappings as name=value, None as `unknown`."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={_text(each)}" for key, each in value.items())
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""`Experiment`: all that the harness needs to run an experiment, resume it, judge it and show it.
+"""`Experiment`: what the harness needs to run an experiment, resume it, judge it and show it.
 
-An experiment is data and a few pure functions; all but `run` work without a device and without torch.
+An experiment is data and a few pure functions; only `run` may need a device and torch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .verdict import Result
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Options that the user chose.
+    """Options of a run, chosen by the user.
 
     Args:
         profile: "smoke", "short" or "full"
         device: "auto", "cpu" or "cuda"
         tf32: whether GPUs may round the factors of float32 products to TF32
         engine: the engine under test, for experiments that run one
-        seed: of whatever is random
+        seed: of random numbers
         data: path of the user's own images, for experiments that train on some
-        fresh: run again what is on record
-        only: a key of the cases -> the wanted values, as typed
+        fresh: whether to run cases again that are on record
+        only: wanted values, as typed, by key of the cases
     """
 
     profile: str = "short"
@@ -41,10 +41,10 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One unit of work that is run, stored and resumed as a whole; `estimate_s` on two laptop cores.
+    """One unit of work that is run, stored and resumed as a whole; `estimate_s` is for two laptop cores.
 
-    Cases of one `group` keep something in memory for one another, so where cases run beside each other
-    these run in turn in one process. Raises ValueError for keys that would not survive being stored.
+    Cases of one `group` share something in memory, so parallel runs take them in turn in one process. Raises
+    ValueError for keys that JSON would change.
     """
 
     key: dict[str, Scalar]
@@ -71,8 +71,8 @@ class Outcome:
 
 
 def by_name(records: Sequence[Record]) -> list[Result]:
-    """Every number of the records as the answer to the row of its name and key, in the column of its case
-    (`K=2 M=4`), in the table that is called as its experiment is.
+    """Every number of the records as a result in the table named like the experiment, in the row of its name
+    and key and the column of its case (`K=2 M=4`).
     """
     return [
         Result(table=record.experiment, row=each.label, column=record.label, metric=each, record=record)
@@ -83,30 +83,29 @@ def by_name(records: Sequence[Record]) -> list[Result]:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One table or figure of the paper, and all that anybody else knows of it.
+    """One table or figure of the paper, or another experiment.
 
     Args:
         name: as in the registry
-        title: a line for `list`, `nox --list` and the report; written out, since nox reads it from the source
-        source: where in the paper
-        describe: a sentence or two of what is done
-        profiles: "smoke", "short", "full" -> what each does; how long it takes comes from the cases
-        cases: what there is to run
+        title: a line for `list`, `nox --list` and the report; a literal, since nox reads it from the source
+        source: its place in the paper
+        describe: a sentence or two about what it does
+        profiles: "smoke", "short", "full" -> what each does; its duration is that of the cases
+        cases: returns the cases to run
         run: runs one case
-        cells: our numbers beside the paper's; by default they answer the rows of their own names
-        reproduction: of the comparisons, the paper's tables computed at its size beside what ran here, as
-            text, with notes or without
-        tables: what its text says besides the comparison with the paper
-        figures: the plots that the records suffice for
-        paper_tables: the tables of paper.csv that it answers; results/tables.toml has them in words
-        docs: a page of the documentation that says more
-        revision: raised whenever a change makes earlier records wrong: they are then run again
-        options: the run options its results depend on; a case is run again for each of their values
-        takes: options of the command line that are for few experiments: "engines" where `--engine` may name
-            several of the user's
-        engines: the engine names it accepts, empty if it runs none
-        untimed: no result depends on how long anything takes, so cases may run beside each other, in
-            processes that import the experiment's functions by name
+        cells: returns our results for numbers of the paper; by default results in rows of their own names
+        reproduction: returns as text the paper's tables computed at its size beside what ran here, from the
+            comparisons, with notes or without
+        tables: returns further text, beside the comparison with the paper
+        figures: returns the plots that the records suffice for
+        paper_tables: the tables of paper.csv that it answers; results/tables.toml describes them
+        docs: a page of the documentation about it
+        revision: increased by a change that makes earlier records wrong: cases then run again
+        options: run options that results depend on; a case runs again for each of their values
+        takes: command-line options for few experiments: "engines" if `--engine` may name several
+        engines: the engines it accepts; empty if it runs none
+        untimed: whether no result depends on durations: cases may run in parallel, in processes that import
+            the experiment's functions by name
     """
 
     name: str
@@ -129,17 +128,17 @@ class Experiment:
     untimed: bool = False
 
     def identity(self, case: Case, options: RunOptions) -> str:
-        """Identity of a case; equal to that of the record it leaves."""
+        """The identity of a case, equal to that of its record."""
         return identity(self.name, options.profile, self.revision, case.key, self.relevant(options))
 
     def relevant(self, options: RunOptions) -> dict[str, Scalar]:
-        """The run options that the results depend on, as records keep them."""
+        """The run options that results depend on, as in records."""
         known: dict[str, Scalar] = {name: getattr(options, name) for name in self.options}
         return known | ({"tf32": True} if options.tf32 else {})
 
 
 def only_of(words: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Words such as K=2 as `RunOptions.only`. Raises ValueError for what is not KEY=VALUE."""
+    """`RunOptions.only` from words such as K=2. Raises ValueError for a word that is not KEY=VALUE."""
     only: dict[str, tuple[str, ...]] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -150,7 +149,7 @@ def only_of(words: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[Case]:
-    """The cases that every wanted key admits. Raises ValueError with what is unknown and what allowed."""
+    """The cases with the wanted values. Raises ValueError with what is unknown and what is allowed."""
     for key, wanted in only.items():
         allowed = dict.fromkeys(text(case.key[key]) for case in cases if key in case.key)
         if not allowed:
@@ -176,15 +175,15 @@ def text(value: Scalar) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    """A figure that can be drawn of some records.
+    """A figure that can be drawn from records.
 
     Args:
-        name: of its files, without ending
-        caption: what it shows, in a line below it
-        alt: what a reader who can't see it should know
-        draw: makes a figure, matplotlib's or an object with its `savefig`; only this may need matplotlib
+        name: of its files, without suffix
+        caption: what it shows, in a line below the figure
+        alt: a description for readers who can't see it
+        draw: returns a figure of matplotlib or an object with `savefig`; only this may need matplotlib
         suffixes: of the files: "png", "svg" or both
-        style: what drawing and saving happen in, such as a theme
+        style: a context for drawing and saving, such as a theme
     """
 
     name: str

@@ -1,9 +1,8 @@
-"""Numbers and their units, as the paper prints them and as ours are shown, and the published numbers:
-results/paper.csv, checked.
+"""The published numbers (results/paper.csv, checked), and numbers and units as they are printed.
 
-The paper prints decimal GB in one half of a table and GiB in the other, so the two are units of their own
-here. "82M" is anything from 81.5 to 82.5 million: the interval follows from the printed form. The file also
-says of each number whether it follows by arithmetic from others, and where it is printed twice.
+The paper prints decimal GB in one half of a table and GiB in the other; both are units here. "82M" stands for
+81.5 to 82.5 million: the interval follows from the digits. The file also says whether a number follows from
+others by arithmetic, and where it is printed twice.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _COUNTED = (
     "runs", "heads", "standard deviations", "classes", "languages", "steps", "BLEU", "nats", "perplexity",
     "updates", "versions",
 )  # fmt: skip
-"""Units that measure nothing but themselves."""
+"""Units that count things and convert into no other unit."""
 
-# unit -> (what it measures, how many base units one of it is)
+# unit -> (what it measures, its size in base units)
 UNITS: dict[str, tuple[str, float]] = {
     "bytes": ("memory", 1),
     "MB": ("memory", 1e6),
@@ -42,7 +41,7 @@ UNITS: dict[str, tuple[str, float]] = {
     "s": ("time", 1),
     "ms": ("time", 1e-3),
     "us": ("time", 1e-6),
-    "ratio": ("ratio", 1),  # a normalized throughput, a speed-up, how many times larger
+    "ratio": ("ratio", 1),  # a normalized throughput, a speed-up, a growth factor
     "%": ("ratio", 1e-2),
     **{name: (name, 1) for name in _COUNTED},
     "samples/s": ("throughput", 1),
@@ -51,19 +50,19 @@ UNITS: dict[str, tuple[str, float]] = {
 }
 
 COUNTS = ("parameters", "tokens", "examples")
-"""Units of which a printed number may carry a suffix that scales it."""
+"""Units whose printed numbers may have a suffix such as M."""
 
 _SUFFIXES = {"": 0, "K": 3, "k": 3, "M": 6, "B": 9, "million": 6, "billion": 9}
 _POWER = re.compile(r"10\^(\d{1,2})")
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
-_LETTERED = ("parameters", "tokens")  # shown with one: `81.79M`
+_LETTERED = ("parameters", "tokens")  # shown with a suffix: `81.79M`
 _SCALES = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def convert(value: float, unit: str, to: str) -> float:
-    """The value in another unit of the same kind. Raises ValueError for any other unit."""
+    """The value in another unit of the same kind. Raises ValueError for a unit of another kind."""
     if unit == to:
         return value
     for name in (unit, to):
@@ -78,7 +77,7 @@ def convert(value: float, unit: str, to: str) -> float:
 
 
 def show(value: float, unit: str, digits: int = 4) -> str:
-    """A number as a person reads it, to so many significant digits: `81.79M`, `3.819 GB`, `65.60 %`."""
+    """A number for readers, with so many significant digits: `81.79M`, `3.819 GB`, `65.60 %`."""
     if unit in _LETTERED:
         for scale, suffix in _SCALES:
             if abs(value) >= scale:
@@ -91,7 +90,7 @@ def show(value: float, unit: str, digits: int = 4) -> str:
 
 
 def show_with_interval(value: float, low: float | None, high: float | None, unit: str) -> str:
-    """`0.752 [0.739, 0.765]`, `34.51 [34.2, 34.8] GB`: the unit once, behind the interval if there is one."""
+    """`0.752 [0.739, 0.765]`, `34.51 [34.2, 34.8] GB`: a number with its interval, if any, and unit."""
     if low is None or high is None:
         return show(value, unit)
     end = f" {unit}" if show(value, unit).endswith(f" {unit}") else ""
@@ -99,13 +98,13 @@ def show_with_interval(value: float, low: float | None, high: float | None, unit
 
 
 def show_interval(low: float, high: float, unit: str) -> str:
-    """`[34.2, 34.8]`, to stand beside a number that names the unit; scaled counts keep their letter."""
+    """`[34.2, 34.8]`, beside a number with its unit; scaled counts keep their suffix."""
     end = f" {unit}"
     return f"[{show(low, unit).removesuffix(end)}, {show(high, unit).removesuffix(end)}]"
 
 
 def percent(error: float) -> str:
-    """`55 %`, `7.6 %`: so many digits that a reader can check an answer."""
+    """`55 %`, `7.6 %`: with enough digits to check an answer."""
     return f"{100 * error:.{0 if error >= 0.1 else 1}f} %"
 
 
@@ -120,7 +119,7 @@ def _digits(value: float, digits: int) -> str:
 
 @functools.cache
 def parse_printed(printed: str, unit: str) -> tuple[float, float]:
-    """Value and half a unit of the last printed digit, in `unit`.
+    """The value and half a unit of the last printed digit, in `unit`.
 
     `("82M", "parameters")` is `(82e6, 0.5e6)`, `("3.8GB", "GB")` is `(3.8, 0.05)`; `("1.0e-5", ...)`,
     `("25 billion", "examples")`, `("1,281,167", ...)` and `("10^4", ...)` work too. The zeros at the end of a
@@ -150,36 +149,36 @@ def parse_printed(printed: str, unit: str) -> tuple[float, float]:
 PATH = PUBLISHED / "paper.csv"
 TABLES = PUBLISHED / "tables.toml"
 OURS = ("paper", "theory")
-"""Sources of numbers that count; all other numbers are somebody else's, of the kind `external`."""
+"""Sources of numbers that count; all others are of kind `external`."""
 TO_ANSWER = ("result", "claim", "identity")
-"""Kinds of which a missing number of ours is worth a line; the others are context."""
+"""Kinds of numbers that a result should answer; others are context."""
 SENTENCES = "claims-text"
-"""The table of the paper's sentences."""
+"""The table for sentences of the paper."""
 SETTING = "a setting of the paper, not a result"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaperNumber:
-    """One published number: a row of the file, with its acceptance interval.
+    """One published number, a row of paper.csv, with its rounding.
 
     Args:
         table, row, column: the place, unique within a source
         value: in `unit` (counts in ones: "82M" parameters are 82e6)
         printed: as the paper prints it
-        exact: a count or a definition, which has no rounding
-        kind: what a number of ours would be held against, or context
-        hardware: on what it was obtained
-        source: whose number it is: the paper's, of a formula ("theory"), or somebody else's by name
+        exact: whether it is a count or a definition, without rounding
+        kind: what a result is compared with, or context
+        hardware: the hardware it was measured on
+        source: the paper, a formula ("theory"), or another publication
         location: where it is printed
-        form: how it is given: printed, in words only, in a figure without a label, by what other numbers of
-            the paper leave, or as a formula that is evaluated here
-        error: how far a number may be off whose digits do not say it: one read off, or made of rounded ones
+        form: how it is given: printed, in words, read off a figure, derived from other numbers of the paper,
+            or a formula that is evaluated here
+        error: its error if its digits do not give it: read off, or derived from rounded numbers
         same_as: the place of the number that this one repeats
-        needs: what an answer would take
-        bound: where the paper only limits the number
-        corrected_printed: the value that the paper's own erratum gives, column `corrected_value`
-        erratum: why it is corrected, or what the paper contradicts there
-        note: for a footnote
+        needs: what a result would need
+        bound: set if the paper only gives a limit
+        corrected_printed: the value of the paper's own erratum, in the file's column `corrected_value`
+        erratum: why it is corrected, or what in the paper contradicts it
+        note: a footnote
     """
 
     table: str
@@ -234,7 +233,7 @@ class PaperNumber:
 
     @property
     def rounding(self) -> float:
-        """How far `value` may be off: half a unit of the last printed digit, or the error of the file."""
+        """The error of `value`: half a unit of the last printed digit, or the file's error."""
         if self.exact or self.form == "words":
             return 0.0
         by_digits = self.error is None or self.corrected_printed
@@ -242,29 +241,29 @@ class PaperNumber:
 
     @property
     def corrected_value(self) -> float | None:
-        """The value that the erratum gives instead of the printed one."""
+        """The erratum's value; None without one."""
         return parse_printed(self.corrected_printed, self.unit)[0] if self.corrected_printed else None
 
     @property
     def target(self) -> float:
-        """The value to compare with: the corrected one where the paper's own erratum gives it."""
+        """The value to compare with: the erratum's if there is one."""
         return self.value if self.corrected_value is None else self.corrected_value
 
     @property
     def target_rounding(self) -> float:
-        """By how much `target` may be off."""
+        """The error of `target`."""
         if not self.corrected_printed:
             return self.rounding
         return parse_printed(self.corrected_printed, self.unit)[1] if self.error is None else self.error
 
     @property
     def counted(self) -> bool:
-        """Whether it is one of the paper's numbers that are counted: neither context nor repetition."""
+        """Whether it counts among the paper's numbers: neither context nor a repetition."""
         return self.kind in TO_ANSWER and self.same_as is None
 
     @property
     def unanswered(self) -> str:
-        """Why there need be no number of ours, or what one would take; empty where the file says nothing."""
+        """Why there is no result, or what one would need; empty if the file says nothing."""
         if self.kind == "setting":
             return SETTING
         if self.same_as is not None:
@@ -273,8 +272,8 @@ class PaperNumber:
 
 
 class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file in words: its heading, a name for where room is scarce, a sentence about it, the
-    experiment that answers it, and why a number of it is missing.
+    """Texts for a table of the file: title, short name, a sentence about it, the experiment that answers it,
+    and why a number has no result.
     """
 
     title: str
@@ -286,7 +285,7 @@ class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 @functools.cache
 def load_tables(path: Path = TABLES) -> dict[str, PaperTable]:
-    """The tables in words, in the order of the report. Those that no experiment answers say why."""
+    """The texts of all tables, in the order of the report."""
     return msgspec.toml.decode(path.read_bytes(), type=dict[str, PaperTable])
 
 
@@ -306,7 +305,7 @@ def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
         for row in rows:
             if None in row or None in row.values():
                 raise ValueError(f"a row has {len(COLUMNS)} fields")
-            given: dict[str, Any] = {name: text for name, text in row.items() if text}  # the others: defaults
+            given: dict[str, Any] = {name: text for name, text in row.items() if text}  # else defaults
             given["corrected_printed"] = given.pop("corrected_value", "")
             if "exact" in given:
                 given["exact"] = given["exact"] == "yes" or given["exact"]
@@ -322,5 +321,5 @@ def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
 
 
 def of_the_paper() -> dict[tuple[str, str, str], PaperNumber]:
-    """The paper's own numbers, nobody else's, by table, row and column."""
+    """The paper's own numbers, by table, row and column."""
     return {cell.key: cell for cell in load_paper() if cell.source == "paper"}

@@ -1,11 +1,11 @@
-"""Starts programs that are not ours, and ends a command by SIGINT and SIGTERM, whatever it is doing, with all
-processes that it has started.
+"""Starts other programs, and ends a command at SIGINT or SIGTERM, whatever it is doing, with all processes
+that it has started.
 
                  .--> handler in the main thread: raises `Stopped`, and everything is left in good order
     signal ------|
                  '--> a byte in a pipe --> thread: after `GRACE_S`, ends what is left by force
 
-The second way is for an operation that is not Python's, or a library that takes the exception for its own.
+The thread is for operations outside Python, and libraries that catch the exception.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     import psutil
 
 
-GRACE_S = 1.5  # for an orderly exit; a command that was told to end is gone within two seconds
-SETTLE_S = 0.2  # in which a signal for all processes reaches us, too, after it has ended one of ours
+GRACE_S = 1.5  # seconds for an orderly exit; a signal ends a command within two
+SETTLE_S = 0.2  # seconds in which a signal to all processes reaches this one after it ended a child
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked for the end."""
+    """A signal asked the command to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -40,7 +40,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Stop:
-    """State of the signals while one command runs."""
+    """The state of signals while one command runs."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -52,7 +52,7 @@ class _Stop:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The handler."""
-        if self.number is None:  # before anybody ends: later the children of those that did are nobody's
+        if self.number is None:  # before any process ends, whose children would be lost
             self.family = _descendants()
         self.request(number)
         if not self.held:
@@ -68,7 +68,7 @@ class _Stop:
             raise Stopped(self.number)
 
     def watch(self, pipe: socket.socket) -> None:
-        """The thread: from the first signal on, the time runs."""
+        """The thread: ends everything by force `GRACE_S` after the first signal."""
         received = 0
         while received not in _NUMBERS:
             received = pipe.recv(1)[0]
@@ -82,9 +82,9 @@ class _Stop:
             os._exit(128 + received)
 
     def end_family(self) -> None:
-        """Ends what was ours when the signal came, and what was started since."""
+        """Kills the descendants at the time of the signal, and those started since."""
         for process in {*self.family, *_descendants()}:
-            import psutil  # which has found it
+            import psutil  # imported when they were found
 
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -95,12 +95,12 @@ _active: _Stop | None = None
 
 @contextlib.contextmanager
 def stopping() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise `Stopped` in the main thread, once, and end the process by force where
-    that is not enough. In another thread than the main one, inside another `stopping`, and for a signal that
-    the process was told to ignore, nothing changes.
+    """Inside, SIGINT and SIGTERM raise `Stopped` once in the main thread, and end the process by force if
+    that is not enough. Nothing changes outside the main thread, inside another `stopping`, and for signals
+    that the process was told to ignore.
     """
     with contextlib.suppress(ImportError):  # `list --machine` says so
-        import psutil  # noqa: F401  # a handler may interrupt an import, and should need none itself
+        import psutil  # noqa: F401  # handlers, which may interrupt an import, must not import
 
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
@@ -120,10 +120,10 @@ def stopping() -> Iterator[None]:
                 signal.signal(number, stop.handle)
         yield
     finally:
-        stop.held = True  # the way out must not be left half-way
+        stop.held = True  # clean-up must not be interrupted
         signal.set_wakeup_fd(wakeup)
         stop.over.set()
-        with contextlib.suppress(BlockingIOError):  # full of signals
+        with contextlib.suppress(BlockingIOError):  # full: the thread wakes anyway
             ours.send(b"\0")
         thread.join()
         if stop.number is not None:
@@ -136,7 +136,7 @@ def stopping() -> Iterator[None]:
 
 
 def check(wait_s: float = 0.0) -> None:
-    """Raises `Stopped`, in any thread, if a signal has come, or comes within `wait_s`."""
+    """Raises `Stopped`, in any thread, if a signal has come or comes within `wait_s`."""
     stop = _active
     if stop is not None and stop.requested.wait(wait_s):
         assert stop.number is not None
@@ -145,7 +145,7 @@ def check(wait_s: float = 0.0) -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Delays `Stopped` until the end of the block, if the main thread runs it."""
+    """Delays `Stopped` in the main thread to the end of the block."""
     stop = _active
     if stop is None or stop.held or threading.current_thread() is not threading.main_thread():
         yield
@@ -160,13 +160,13 @@ def held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Inside, a process may be started: until it calls `started` it is not reached by a keyboard's interrupt,
-    which goes to all processes of a terminal and would find it in the middle of an import.
+    """Around the start of a process: blocks keyboard interrupts, which go to all processes of a terminal, for
+    the new process until it calls `started`; one might come in the middle of an import.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    resource_tracker.ensure_running()  # which lets interrupts through again once it has started
+    resource_tracker.ensure_running()  # its start unblocks interrupts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -175,19 +175,19 @@ def starting() -> Iterator[None]:
 
 
 def started(handler: Any = signal.SIG_DFL) -> None:
-    """Called in a new process: sets the handler of interrupts, which also gets one that came meanwhile."""
+    """In a new process: sets the handler of interrupts, which also gets one that came before."""
     signal.signal(signal.SIGINT, handler)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def number_of(interrupt: KeyboardInterrupt) -> int:
-    """The signal behind it; the keyboard's, where nothing else is known."""
+    """The number of the signal; SIGINT if unknown."""
     return interrupt.number if isinstance(interrupt, Stopped) else signal.SIGINT
 
 
 def _forget(stop: _Stop, before: dict[signal.Signals, Any]) -> None:
-    """A forked child has its parent's handlers and pipe: its signals are its own."""
+    """In a forked child: restores the signal handlers, which were its parent's."""
     global _active
     if _active is stop:
         _active = None
@@ -197,7 +197,7 @@ def _forget(stop: _Stop, before: dict[signal.Signals, Any]) -> None:
 
 
 def _descendants() -> list[psutil.Process]:
-    """Children and theirs, but for multiprocessing's own, which tidies up when the last of us is gone."""
+    """All descendants except multiprocessing's resource tracker, which cleans up last."""
     try:
         import psutil
     except ImportError:
@@ -211,14 +211,14 @@ def _descendants() -> list[psutil.Process]:
     return found
 
 
-# Programs that are not ours
+# Other programs
 
 
 @contextlib.contextmanager
 def program(command: str | Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A running program, given as words or as a line for the shell; gone after the block, whatever ends that,
-    with all that it has started. It leads a session of its own, so that a keyboard's interrupt reaches it
-    through us. `options` are those of `subprocess.Popen`.
+    """A running program, given as words or as a line for the shell; killed after the block with all that it
+    has started. It has a session of its own, so that keyboard interrupts reach it only through us. `options`
+    are those of `subprocess.Popen`.
     """
     is_line, given = isinstance(command, str), {"stdin": DEVNULL, "start_new_session": True, **options}
     with subprocess.Popen(command, shell=is_line, **given) as process:
@@ -230,7 +230,7 @@ def program(command: str | Sequence[str], **options: Any) -> Iterator[subprocess
 
 
 def run(command: str | Sequence[str], timeout_s: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """What a program said, and its status. Raises subprocess.TimeoutExpired."""
+    """Runs a program; returns its output and status. Raises subprocess.TimeoutExpired."""
     streams: dict[str, Any] = {"stdout": PIPE, "stderr": PIPE, "text": True, "errors": "replace"}
     with program(command, **streams, **options) as process:
         out, err = process.communicate(timeout=timeout_s)

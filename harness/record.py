@@ -1,10 +1,10 @@
-"""What one finished case leaves behind, and how it is written as one line of JSON.
+"""`Record`: the result of one case, and its line of JSON.
 
-Every table, figure and verdict is a pure function of records, so a record carries all that is needed to
-judge it later and elsewhere: raw samples, units, provenance, the machine and the code it came from.
+Every table, figure and verdict is a pure function of records, so a record has all that is needed to judge it
+later and elsewhere: raw samples, units, provenance, the machine and the code.
 
-What was measured several times is its median, because one disturbed repeat must not move the result, with an
-interval by bootstrap, because timings are skewed and no normal law holds for a handful of them.
+Repeated measurements are given as their median, which one disturbed repeat does not move, with a bootstrap
+interval, because a few skewed timings follow no normal distribution.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 SCHEMA = 3
-"""Version of the stored form; a reader refuses other lines instead of guessing what they mean."""
+"""Version of the format; lines of other versions are refused."""
 REPRODUCTION = "reproduction"
-"""The `part` of the cases that compute the paper's numbers at the paper's size."""
+"""The `part` of cases that compute the paper's numbers at the paper's size."""
 
 Scalar = str | int | float | bool | None
 Provenance = Literal["measured", "replayed", "modelled"]
@@ -35,19 +35,19 @@ Status = Literal["done", "skipped", "out_of_memory", "failed"]
 PROVENANCES: tuple[str, ...] = get_args(Provenance)
 
 FINAL: frozenset[str] = frozenset({"done", "out_of_memory"})
-"""Statuses that are results; other cases are tried again by the next run."""
+"""Statuses that are results; cases with another status run again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number with its unit, where it comes from and how sure it is.
+    """One number with its unit, provenance and uncertainty.
 
-    `name` says what is counted, `key` of what within the case: {"K": 4, "M": 32}. `low` and `high` are its
-    interval (`interval_name`), `samples` the raw measurements behind `value`, which is None where the case
-    ended without one.
+    `name` says what it is, `key` of which configuration within the case: {"K": 4, "M": 32}. `low` and `high`
+    are its interval (`interval_name`), `samples` the raw measurements behind `value`, which is None if the
+    case ended without one.
 
-    Raises ValueError for values that are not finite, an interval that does not hold the value, an unknown
-    provenance, or a key whose values are not plain.
+    Raises ValueError for values that are not finite, an interval without the value, an unknown provenance, or
+    a key whose values are no plain data.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Metric:
         if (self.low is None) != (self.high is None):
             raise ValueError(f"metric {self.name!r}: give both ends of the interval or neither")
         if self.low is not None and self.high is not None and self.value is not None:
-            slack = 1e-9 * max(abs(self.low), abs(self.high))  # of a bootstrap's last bit
+            slack = 1e-9 * max(abs(self.low), abs(self.high))  # rounding of a bootstrap
             if not self.low - slack <= self.value <= self.high + slack:
                 raise ValueError(
                     f"metric {self.name!r}: {self.value} is outside its interval {self.low} to {self.high}"
@@ -81,18 +81,18 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """`step K=4 M=32`: name and key in words, for people."""
+        """`step K=4 M=32`: name and key in words."""
         return f"{self.name} {label(self.key)}" if self.key else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One case of one experiment: what was asked, what came out, on what, and when.
+    """The result of one case of one experiment, with its machine and time.
 
-    `case` is the key of the case within the experiment, `options` the run options its result depends on,
-    `revision` the experiment's own version: together with `experiment` and `profile` they identify the
-    case. `reason` says why there is no result where `status` is not "done". `started_at` is UTC and for
-    people only; order in the file decides which record is later.
+    `experiment`, `profile`, `case` (the case's key), `options` (run options that the result depends on) and
+    `revision` (the experiment's version) identify the case. `reason` says why there is no result if `status`
+    is not "done". `started_at` is in UTC and informs people; the order in the file decides which record is
+    later.
     """
 
     schema: int
@@ -121,17 +121,17 @@ class Record:
                 )
 
     def metric(self, name: str, /, **key: Scalar) -> Metric | None:
-        """The metric of exactly that name and key, or None where the case did not produce it."""
+        """The metric of exactly this name and key; None if the case has none."""
         return next((each for each in self.metrics if each.name == name and each.key == key), None)
 
     @property
     def is_computed(self) -> bool:
-        """Whether its case computes the paper's numbers at the paper's size, as declared."""
+        """Whether its case computes the paper's numbers at the paper's size."""
         return self.case.get("part") == REPRODUCTION
 
     @property
     def identity(self) -> str:
-        """Equal for two records of the same case (see `identity`)."""
+        """Equal for records of the same case (see `identity`)."""
         return identity(self.experiment, self.profile, self.revision, self.case, self.options)
 
     @property
@@ -143,12 +143,12 @@ class Record:
 def identity(
     experiment: str, profile: str, revision: int, case: dict[str, Scalar], options: dict[str, Scalar]
 ) -> str:
-    """A text that two records share exactly when they are of the same case; independent of key order."""
+    """A text that is equal for records of the same case and no others; the order of keys is ignored."""
     return repr((experiment, profile, revision, sorted(case.items()), sorted(options.items())))
 
 
 def check_key(key: Mapping[str, Scalar], what: str) -> None:
-    """Raises ValueError for values that would not survive being stored; `what` begins the message."""
+    """`ValueError` for values that JSON would change; `what` begins the message."""
     for name, value in key.items():
         if not (value is None or type(value) in (str, int, float, bool)):
             raise ValueError(
@@ -164,7 +164,7 @@ def label(case: Mapping[str, Scalar]) -> str:
 
 
 def of_case(records: Sequence[Record], status: Status | None = None, /, **case: Scalar) -> list[Record]:
-    """The records whose case has these values, in order; with `status`, only those."""
+    """The records whose case has these values, in order; with `status`, only those with this status."""
     return [
         record
         for record in records
@@ -174,14 +174,14 @@ def of_case(records: Sequence[Record], status: Status | None = None, /, **case: 
 
 
 def find(records: Sequence[Record], status: Status | None = None, /, **case: Scalar) -> Record | None:
-    """The first such record, None where there is none."""
+    """The first such record; None if there is none."""
     return next(iter(of_case(records, status, **case)), None)
 
 
 # Repeated measurements
 
 _RESAMPLES = 2000
-_SEED = 1811_06965  # the interval of the same samples must be the same number every time
+_SEED = 1811_06965  # fixed, so that the same samples have the same interval
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -192,13 +192,13 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
         return None
     if min(samples) == max(samples):
         return float(samples[0]), float(samples[0])
-    import numpy  # what `scipy.stats.bootstrap` does; importing that takes half as long again as a `compare`
+    import numpy  # as `scipy.stats.bootstrap`, whose import takes half as long as a `compare`
 
     values = numpy.asarray(samples, dtype=float)
     drawn = numpy.random.default_rng(_SEED).integers(0, len(values), (_RESAMPLES, len(values)))
     outside = (1 - confidence) / 2
     ends = numpy.quantile(numpy.median(values[drawn], axis=-1), (outside, 1 - outside))
-    middle = statistics.median(samples)  # interpolation may leave the samples' range by the last bit
+    middle = statistics.median(samples)  # interpolation may leave their range by the last bit
     low, high = (min(max(float(end), min(samples)), max(samples)) for end in ends)
     return min(low, middle), max(high, middle)
 
@@ -209,7 +209,7 @@ in a hundred at most, so below they are the smallest and the largest."""
 
 
 def interval_name(num_samples: int) -> str:
-    """Name of the interval of so many samples."""
+    """What the interval of so many samples is called."""
     if num_samples >= FEWEST:
         return "95 % interval"
     return {0: "interval", 1: "one sample"}.get(num_samples, f"smallest to largest of {num_samples}")
@@ -224,7 +224,7 @@ def from_samples(
     provenance: Provenance = "measured",
     note: str = "",
 ) -> Metric:
-    """Median of the samples with its 95 % interval, below `FEWEST` with the smallest and the largest. Raises
+    """The median of the samples with its 95 % interval, or below `FEWEST` samples with their range. Raises
     ValueError without samples.
     """
     if not samples:
@@ -245,7 +245,7 @@ class _Header(msgspec.Struct):
 
 
 def encode(record: Record) -> bytes:
-    """The line of a record, without newline. Raises ValueError where its details are not plain data."""
+    """The line of a record, without newline. Raises ValueError if its details are not plain data."""
     try:
         return _encoder.encode(record)
     except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
@@ -253,8 +253,8 @@ def encode(record: Record) -> bytes:
 
 
 def decode(line: bytes) -> Record:
-    """The record of a line, with control characters but tabs and ends of lines spelled out: whoever wrote it
-    gives no orders to a terminal. Raises ValueError that says what is wrong with the line.
+    """The record of a line. Control characters, except tabs and line ends, are spelled out, so that no file
+    sends commands to a terminal. Raises ValueError that says what is wrong with the line.
     """
     line = _CONTROL.sub(_spelled_out, line.strip())
     try:
@@ -272,7 +272,7 @@ def decode(line: bytes) -> Record:
         raise ValueError(f"not a valid record: {error}") from error
 
 
-# In JSON: an escaped backslash, which may stand before anything, or a control character.
+# Control characters in JSON, and escaped backslashes, which are matched to be left alone.
 _CONTROL = re.compile(
     rb"\\(?:\\|[bfr]|u00(?:0[0-8bBcCdDeEfF]|1[0-9a-fA-F]|7[fF]|[89][0-9a-fA-F]))|\xc2[\x80-\x9f]|\x7f"
 )
@@ -286,12 +286,12 @@ def _spelled_out(found: re.Match[bytes]) -> bytes:
 
 
 def printable(text: str) -> str:
-    """The text with what UTF-8 can't hold (bytes of a file name that are no text) spelled out."""
+    """The text with what UTF-8 can't encode (such as undecodable file names) spelled out."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch, arrays and paths as plain data; everything else is refused by name."""
+    """Turns numbers of numpy and torch, arrays and paths into plain data; refuses all else."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):
@@ -305,21 +305,21 @@ _encoder, _decoder = msgspec.json.Encoder(enc_hook=_plain), msgspec.json.Decoder
 
 
 BEFORE = ("record", "experiment", "profile", "status", "reason", "duration_s")
-"""Columns of `frame` before the keys. `record` is the record's place in what was given, for its details."""
+"""Columns of `frame` before the keys. `record` is the index of the record."""
 BEHIND = ("metric", "value", "low", "high", "unit", "provenance", "samples", "note")
-"""Columns of `frame` behind the keys. `metric` is its name, without its key."""
+"""Columns of `frame` behind the keys. `metric` is the metric's name."""
 
 
 def frame(records: Sequence[Record]) -> DataFrame:
-    """A pandas DataFrame with a row for each metric of each record, in their order, and one without a
-    metric for a record that has none, so that a table is a selection and a pivot:
+    """A pandas DataFrame with a row for each metric of each record, in order, and one for a record without
+    metrics, so that a table is a selection and a pivot:
 
         numbers = frame(records).query("metric == 'step' and M == 32")
         table = numbers.pivot(index="K", columns="schedule", values="value")
 
-    Columns are `BEFORE`, the keys of the cases, the keys of the metrics, `BEHIND`. What a record does not
-    have is missing (`isna`); a key of whole numbers stays one of whole numbers all the same. Where case and
-    metric share a key, the metric's counts. Raises ValueError for a key that is named like a column.
+    Columns are `BEFORE`, the keys of cases, the keys of metrics, `BEHIND`. Missing values are missing
+    (`isna`), also in columns of integers. If case and metric share a key, the metric's value is used. Raises
+    ValueError for a key with a column's name.
     """
     from pandas import DataFrame  # which takes half a second
 

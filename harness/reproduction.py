@@ -1,9 +1,9 @@
-"""What the paper does not state, and our reproduction: one declared configuration per table of the paper.
+"""Settings that the paper does not state, and our declared configuration for each of its tables.
 
-results/unknowns.toml has the values that are allowed for each setting that the paper leaves open, chosen from
-the texts: a band that is sized after the residual was seen proves nothing. results/reproduction.toml sets
-each once, by rules that look at no outcome. A number computed under it has one error, the predictor's,
-measured on numbers that others published and that it was not made for:
+results/unknowns.toml lists allowed values for each setting that the paper leaves open, from texts alone: a
+range chosen after seeing results proves nothing. results/reproduction.toml sets each once, by rules that
+ignore results. A number computed under it has one error, the predictor's, measured on numbers that others
+published and that the predictor was not fitted to:
 
     paper | ours +- error | ours / paper | agrees, differs, no test
 """
@@ -30,17 +30,19 @@ Value: TypeAlias = str | int | float | bool
 Rule: TypeAlias = Literal["paper", "authors' code", "published reproduction", "custom of 2018", "plainest"]
 """Rules for a choice that the paper leaves open, in the order in which they apply."""
 Kind: TypeAlias = Literal["ratios of speeds", "speeds", "bytes"]
-"""Numbers whose error is measured apart."""
+"""Kinds of numbers; the error is measured for each."""
 Text: TypeAlias = Annotated[str, Meta(pattern=r"\S")]
 Origin: TypeAlias = Annotated[str, Meta(pattern="^(v1|v5|code:|maker:|general:) ")]
-"""A version of the paper, the authors' code, a maker's document or common knowledge, and the place there."""
+"""The source of a setting: a version of the paper, the authors' code, a maker's document or common knowledge,
+with the place.
+"""
 Way: TypeAlias = Literal["at most", "at least", "within a factor", "about"]
-"""How a word limits the number of a sentence."""
+"""How a word of a sentence limits its number."""
 Tables: TypeAlias = Annotated[tuple[Text, ...], Meta(min_length=1)]
 
 
 class _Setting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A setting of some tables, which are named as in paper.csv."""
+    """A setting of some tables of paper.csv."""
 
     tables: Tables
     setting: Text
@@ -49,10 +51,10 @@ class _Setting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Unknown(_Setting, frozen=True, kw_only=True):
     """A setting that the paper leaves open.
 
-    Either `allowed` lists the values, or `range` has the lowest and the highest, in `unit`. `constraint` says
-    in words which values can go together. No range covers the values of `later`, thought of after our
-    numbers had been seen. Of how far a word may reach, `sentences` are the rows that use it, and how it
-    limits their numbers.
+    Either `allowed` lists values, or `range` has the lowest and the highest, in `unit`. `constraint` says
+    which values can go together. `later` values, added after our numbers were known, are in no range. If the
+    setting is how far a word may reach, `sentences` are the rows that use the word, and how it limits their
+    numbers.
     """
 
     reason: Text
@@ -72,7 +74,7 @@ class Unknown(_Setting, frozen=True, kw_only=True):
 
 
 class Stated(_Setting, frozen=True, kw_only=True):
-    """A setting that the paper gives: its value, the place in v1 or v5, and the words that give it."""
+    """A setting that the paper states: value, place in v1 or v5, and quotation."""
 
     value: Value
     source: Annotated[str, Meta(pattern="^v[15] ")]
@@ -81,15 +83,15 @@ class Stated(_Setting, frozen=True, kw_only=True):
 
 
 class Choice(_Setting, frozen=True, kw_only=True):
-    """One choice of what the paper leaves open.
+    """The declared value of a setting that the paper leaves open.
 
     Args:
-        value: of the setting; of several the first counts under which the paper's own runs fit
-        rule: the first that applies
-        source: where the rule finds it
-        reason: where that needs a word
-        known: whether earlier predictions had shown it to bring our numbers "towards" the paper's or "away"
-        declared: "afterwards" where what it leads to was known by then; it decides nothing
+        value: the value; of several, the first under which the paper's own runs fit
+        rule: the first rule that applies
+        source: where the rule finds the value
+        reason: an explanation, where needed
+        known: whether earlier predictions showed that it moves our numbers "towards" the paper's or "away"
+        declared: "afterwards" if its result was known; its numbers then decide nothing
     """
 
     value: Value | tuple[Value, ...]
@@ -101,7 +103,7 @@ class Choice(_Setting, frozen=True, kw_only=True):
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
-    """All unknown and all stated settings, in the file's order, each once per table."""
+    """All unknown and stated settings, in the file's order, each once per table."""
 
     unknown: tuple[Unknown, ...]
     stated: tuple[Stated, ...]
@@ -115,14 +117,14 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ErrorRule(Struct, frozen=True):
-    """How the error is measured and what it decides, of which the file has the words."""
+    """The rule for the predictor's error; the file explains it."""
 
     no_test_above: float
-    """The error above which there is no test."""
+    """Numbers with a larger error are no test."""
 
 
 class Reproduction(Struct, frozen=True):
-    """The declared configuration. Raises ValueError where a table has a setting twice."""
+    """The declared configuration. Raises ValueError if a table has a setting twice."""
 
     choice: tuple[Choice, ...]
     error: ErrorRule
@@ -135,7 +137,7 @@ class Reproduction(Struct, frozen=True):
         return {each.setting: each for each in self.choice if table in each.tables}
 
     def declared_afterwards(self, tables: Collection[str]) -> str:
-        """Why numbers of these tables decide nothing; empty where no choice was declared afterwards."""
+        """Why numbers of these tables decide nothing; empty if no choice was declared afterwards."""
         late = dict.fromkeys(
             each.setting for each in self.choice if each.declared and not set(tables).isdisjoint(each.tables)
         )
@@ -168,7 +170,7 @@ def _loaded(path: Path, kind: type[T]) -> T:
 
 
 def points(unknown: Unknown) -> tuple[Value, ...]:
-    """The values that are gone through; of a range its low end, its geometric middle and its high end."""
+    """The values to compute with; of a range its low end, geometric middle and high end."""
     if unknown.range is None:
         return unknown.allowed
     low, high = unknown.range
@@ -177,7 +179,7 @@ def points(unknown: Unknown) -> tuple[Value, ...]:
 
 @functools.cache
 def words() -> dict[str, tuple[Way, Unknown]]:
-    """By the row of a sentence: how its word limits its number, and how far the word may reach."""
+    """By row of a sentence: how its word limits its number, and how far the word may reach."""
     return {row: (way, one) for one in load_unknowns().unknown for row, way in one.sentences.items()}
 
 
@@ -185,7 +187,7 @@ def words() -> dict[str, tuple[Way, Unknown]]:
 
 
 class Published(NamedTuple):
-    """A number that others published, and what the predictor makes of it: of which model, of which kind."""
+    """Another's published number for a model, of one kind, and the predictor's."""
 
     model: str
     kind: Kind
@@ -194,13 +196,13 @@ class Published(NamedTuple):
 
 
 class PredictorError(NamedTuple):
-    """The error of one kind of numbers, as a factor less 1.
+    """The predictor's error for one kind of numbers, as a factor minus 1.
 
     Args:
-        error: e to the root mean square of the models' errors, less 1
-        numbers: how many were published
-        num_models: of how many models
-        without: with each model left out in turn; empty of a single model
+        error: e to the root mean square of the models' errors, minus 1
+        numbers: number of published numbers
+        num_models: number of their models
+        without: the error with each model left out; empty for a single model
     """
 
     error: float
@@ -217,7 +219,7 @@ class PredictorError(NamedTuple):
 
 
 def predictor_errors(numbers: Iterable[Published]) -> dict[Kind, PredictorError]:
-    """The error of each kind, by the rule of the file. Raises ValueError for numbers not above zero."""
+    """The error of each kind, by the file's rule. Raises ValueError for numbers that are not positive."""
     residuals: dict[Kind, dict[str, list[float]]] = {}
     for each in numbers:
         if each.ours <= 0 or each.published <= 0:
@@ -243,10 +245,10 @@ def _root_mean_square(values: Sequence[float]) -> float:
 
 
 def of_quotient(error: float, numbers: int = 2) -> float:
-    """The error of a quotient of so many numbers of this error, whose residuals are independent."""
+    """The error of a quotient of so many numbers with this error, if errors are independent."""
     return math.expm1(math.sqrt(numbers) * math.log1p(error))
 
 
 def of_increase(error: float, increase: float) -> float:
-    """The error of an increase: a quotient of this error, less 1."""
+    """The error of an increase: a quotient with this error, minus 1."""
     return error * (1 + increase) / abs(increase) if increase else math.inf

@@ -1,15 +1,15 @@
-"""Times alternative ways to do one thing on a machine that runs other programs too.
+"""Times alternative ways (arms) to do one thing on a machine that runs other programs, too.
 
-If one is measured after the other, equal code often looks different. So all ways (arms) take turns: a round
-runs them in a new random order, there and back, and only numbers of one round are set against each other:
+Measured one after another, equal code often seems to differ. So all arms take turns: a round runs them in a
+new random order, there and back, and only numbers of the same round are compared:
 
     round 1   A B C   C B A
     round 2   C A B   B A C
 
-Whether a program became slower is judged by the median over rounds of the ratio *within* a round, with a
-bootstrap interval over rounds, and only beyond `THRESHOLD`. A second process of the old version, the control,
-has to agree with the first: where identical code differs, nothing was proven. Rounds are looked at up to
-three times, after fixed numbers; looking whenever one likes would raise false alarms.
+A program became slower if the median over rounds of the ratio *within* a round, with a bootstrap interval
+over rounds, is beyond `THRESHOLD`. A second process of the old version, the control, must agree with the
+first: if identical code differs, nothing is proven. The intervals are computed up to three times, after fixed
+numbers of rounds; looking at any time would raise false alarms.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .paper import show
 from .record import Metric, Record, median_interval
 
 SAMPLE_S = 0.05
-"""Seconds that a sample takes at least: short ones measure the scheduler of the operating system."""
+"""Least seconds of a sample: shorter ones measure the operating system's scheduler."""
 
 Arm = TypeVar("Arm")
 
@@ -36,7 +36,7 @@ Times = Mapping[str, Sequence[float]]
 
 
 def orders(arms: Sequence[Arm], seed: int | str) -> Iterator[tuple[Arm, ...]]:
-    """Endless rounds: every arm in a random order, there and back. Equal in all processes with one seed."""
+    """Endless rounds, each with all arms in a random order, there and back; the same for the same seed."""
     generator = random.Random(seed)
     while True:
         order = generator.sample(list(arms), len(arms))
@@ -44,17 +44,17 @@ def orders(arms: Sequence[Arm], seed: int | str) -> Iterator[tuple[Arm, ...]]:
 
 
 def turns(arms: Sequence[Arm], num_rounds: int, seed: int | str) -> Iterator[Arm]:
-    """Arms in the order of their turns: two turns of every arm in each of `num_rounds` rounds."""
+    """Arms in the order of their turns: two turns each in each of `num_rounds` rounds."""
     return itertools.chain.from_iterable(itertools.islice(orders(arms, seed), num_rounds))
 
 
 def repeats_for(step_s: Sequence[float], sample_s: float = SAMPLE_S) -> int:
-    """Steps per sample so that one takes at least `sample_s` when nothing disturbs it."""
+    """Steps per sample so that an undisturbed sample takes at least `sample_s`."""
     return max(1, math.ceil(sample_s / min(step_s)))
 
 
 def slowest(of_ranks: Sequence[Times]) -> dict[str, list[float]]:
-    """Each sample's maximum over the processes."""
+    """The maximum of each sample over the processes."""
     return {
         arm: [max(samples) for samples in zip(*(times[arm] for times in of_ranks), strict=True)]
         for arm in of_ranks[0]
@@ -84,8 +84,8 @@ def differences(times: Times, more: str, less: str, factor: float = 1.0) -> list
 
 
 def against_itself(times: Times, arm: str) -> list[float]:
-    """The control: an arm's first sample of each round over its second. If it is further from 1 than chance
-    allows, the machine changed in a way that the rounds did not cancel.
+    """The control: an arm's first sample of each round over its second. An interval without 1 means that the
+    machine changed in a way that rounds did not cancel.
     """
     return [first / second for first, second in _by_round(times[arm])]
 
@@ -102,10 +102,10 @@ def _by_round(samples: Sequence[float]) -> list[tuple[float, float]]:
 
 
 class Usage(NamedTuple):
-    """Seconds of one process and of its machine, since it started (`now`) or over a stretch (`since`)."""
+    """Seconds of one process and of its machine, since their start (`now`) or over a period (`since`)."""
 
-    cpu_s: float  # used by this process
-    busy_s: float  # of all cores together, this process included
+    cpu_s: float  # CPU time of this process
+    busy_s: float  # CPU time of all processes on all cores
     wall_s: float  # by the clock
     num_cores: int
 
@@ -125,35 +125,33 @@ class Usage(NamedTuple):
 
 
 def used_by_others(of_processes: Sequence[Usage]) -> float:
-    """Share of the machine's cores that programs other than these processes took over the same stretch: the
-    most that any of them saw.
+    """The share of the machine's CPU time that other programs used over the same period: the most that any of
+    these processes saw.
     """
     own_s = sum(each.cpu_s for each in of_processes)
     return max(max(0.0, each.busy_s - own_s) / (each.wall_s * each.num_cores) for each in of_processes)
 
 
-# Whether a case of variants in turns may be judged, and which variant is faster
+# Whether a case of variants in turns is valid, and which variant is faster
 #
-# Its control is one variant against itself, its first sample of each round over its second. Where the
-# interval excludes 1 the machine did not hold still, and the case is void. It is measured once more with more
-# rounds; void again, it is contaminated, and nothing of it is judged. The control's reach is the noise floor:
-# a ratio that is no further from 1 than identical code was is within the noise, whatever its own interval
-# says, because an interval of rounds does not see what differs between variants for as long as they live.
+# The control compares a variant's first sample of each round with its second. If the interval excludes 1 the
+# machine changed, and the case is void; it is measured once more with more rounds. Void again, it is
+# contaminated, and nothing of it is judged. The control's interval is the noise floor: a ratio no further
+# from 1 than identical code's is noise, whatever its own interval, because rounds do not show what differs
+# between variants for their whole lifetime.
 
-MORE_ROUNDS = 2  # times the rounds when a case is measured again
+MORE_ROUNDS = 2  # times as many rounds when a case is measured again
 
 
 def void_by(control: Metric | None) -> str:
-    """Why a case's numbers can't be judged, or nothing: the interval of the control excludes 1."""
+    """Why a case is void (the control's interval excludes 1), or an empty text."""
     if control is None or control.low is None or control.high is None or control.low <= 1 <= control.high:
         return ""
     return f"the control is {measured(control)}, not 1"
 
 
 def state_of(record: Record) -> tuple[Literal["", "void", "contaminated"], str]:
-    """Whether a case's numbers may be judged, in a word, and a sentence about it; both empty where all was
-    well at once.
-    """
+    """A case's state in a word and in a sentence; both are empty if it was valid at once."""
     void, before = void_by(record.metric("control")), str(record.details.get("before", ""))
     if void and before:
         return "contaminated", f"contaminated: {void}, and before, in half the rounds: {before}"
@@ -165,15 +163,14 @@ def state_of(record: Record) -> tuple[Literal["", "void", "contaminated"], str]:
 
 
 def trust_of(record: Record) -> list[str]:
-    """How far a record can be trusted: `control 1.000 [0.990, 1.010]`, `used by others 0.012`."""
+    """Signs of a record's validity: `control 1.000 [0.990, 1.010]`, `used by others 0.012`."""
     found = [record.metric(name) for name in ("control", "used by others")]
     return [f"{each.name} {measured(each)}" for each in found if each is not None]
 
 
 def is_faster(ratio: Metric, control: Metric | None) -> bool | None:
-    """Whether the first of two variants is the faster one by the ratio of their speeds. None where that is
-    within the noise: the interval holds 1, or the median lies within the noise floor, which is the further
-    end of the control's interval.
+    """Whether the first of two variants is faster, by the ratio of their speeds. None within the noise: the
+    interval holds 1, or the median lies within the noise floor, the further end of the control's interval.
     """
     low, high = ratio.low, ratio.high
     if not ratio.value or low is None or high is None or low <= 1 <= high:
@@ -201,19 +198,19 @@ Verdict = Literal["regression", "improved", "same", "inconclusive", "contaminate
 
 ARMS = ("base", "head", "control")
 
-THRESHOLD = 0.03  # the least change that counts: smaller ones come and go with the layout of code in memory
-LOOKS = (12, 48, 192)  # rounds after which the intervals are looked at; four times as many halve an interval
-CONFIDENCE = 0.984  # of one look: three err together no more often than one at 95 %
-MAX_RUNS = 4  # of one benchmark: one, its confirmation, and one more for each if it was contaminated
+THRESHOLD = 0.03  # least change that counts; smaller ones follow the layout of code in memory
+LOOKS = (12, 48, 192)  # rounds after which intervals are computed; four times as many halve an interval
+CONFIDENCE = 0.984  # of one look: three together err no more often than one at 95 %
+MAX_RUNS = 4  # of one benchmark: a run, its confirmation, and one more for each if contaminated
 
 MARGIN, CPU_MARGIN = 1.5, 2.0
-"""A regression counts beyond so many times what identical code differed by, in wall time and, where that
-tells nothing, in processor time: by simulation, so that the same code fails less than once in a hundred.
+"""A regression must exceed so many times the difference of identical code, in wall time or, if that is
+inconclusive, in CPU time. In simulations the same code then fails less than once in a hundred.
 """
 
 
 class Sample(NamedTuple):
-    """Seconds of one step: by the clock on the wall, and of processor time over all threads."""
+    """Seconds of one step: wall time, and CPU time over all threads."""
 
     wall_s: float
     cpu_s: float
@@ -225,7 +222,7 @@ Round = Mapping[str, Sequence[Sample]]
 
 @dataclass(frozen=True)
 class Change:
-    """Relative change of the time per step with its interval: +0.05 is five percent slower."""
+    """Relative change of the time per step with its interval: +0.05 is five per cent slower."""
 
     value: float
     low: float
@@ -241,21 +238,21 @@ class Judgement:
     confidence: float
     head: Change
     control: Change
-    cpu: Change  # the head's processor time, which can't see waiting
+    cpu: Change  # the head's CPU time, which does not include waiting
     control_cpu: Change
     base_s: float  # median seconds per step
     head_s: float
-    out_of_time: bool = False  # inconclusive, with fewer rounds than the last look's for want of time
+    out_of_time: bool = False  # inconclusive because time ran out before the last look
 
     @property
     def noise_floor(self) -> float:
-        """How far identical code seemed to differ: the control's interval, at its further end."""
+        """How far identical code seemed to differ: the further end of the control's interval."""
         return max(abs(self.control.low), abs(self.control.high))
 
     @property
     def smallest_detectable(self) -> float:
-        """The slow-down that such a run finds four times in five: its lower bound, half an interval below the
-        estimate, which itself spreads by that over its normal quantile, must clear the threshold.
+        """The slow-down that such a run detects four times in five: its lower bound, half an interval below
+        an estimate that itself varies, must exceed the threshold.
         """
         half = (math.log1p(self.head.high) - math.log1p(self.head.low)) / 2
         quantile = statistics.NormalDist().inv_cdf((1 + self.confidence) / 2)
@@ -271,14 +268,13 @@ def run_rounds(
     deadline_s: float = math.inf,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> tuple[Judgement, list[Round]]:
-    """Takes rounds up to the first look that ends the run, or the last one; `sample(arm)` takes one sample.
+    """Runs rounds until a look ends the run, or the last look; `sample(arm)` takes one sample.
 
-    A look ends the run with a verdict, or with a control that refutes it, unless that is the first look's,
-    which may be chance.
+    A look ends the run with a verdict, or with a contaminated control, except at the first look, where that
+    may be chance.
 
-    Past `deadline_s` of the clock no round is begun, and what is there gets the look that would have come
-    next. Before the first look's rounds the run is inconclusive, whatever it has seen; two rounds are taken
-    in any case.
+    After `deadline_s` no round begins, and the rounds so far are judged. With fewer rounds than the first
+    look needs the run is inconclusive; two rounds are run in any case.
     """
     rounds: list[Round] = []
     order_of = orders(ARMS, seed)
@@ -300,7 +296,7 @@ def run_rounds(
 
 
 def judge(rounds: Sequence[Round], confidence: float = CONFIDENCE) -> Judgement:
-    """The verdict on these rounds. Raises ValueError below two, and for a sample that took no time."""
+    """The verdict on these rounds. Raises ValueError below two rounds, and for a sample that took no time."""
     head, control, cpu, control_cpu = (
         change(log_ratios(rounds, arm, metric), confidence)
         for metric in ("wall_s", "cpu_s")
@@ -334,9 +330,7 @@ def change(ratios: Sequence[float], confidence: float) -> Change:
 
 
 def verdict_of(head: Change, noise_floor: float = 0.0) -> Verdict:
-    """Verdict of an interval by itself. An improvement must also lie beyond the noise floor: unlike a
-    regression, no second run confirms it.
-    """
+    """The verdict of an interval. An improvement must exceed the noise floor: no second run confirms it."""
     slower, faster = THRESHOLD, 1 / (1 + THRESHOLD) - 1
     if head.low > slower:
         return "regression"
@@ -348,15 +342,15 @@ def verdict_of(head: Change, noise_floor: float = 0.0) -> Verdict:
 
 
 def differs_from_itself(runs: Sequence[Judgement], *, cpu: bool = False) -> float:
-    """The most that identical code differed by in any of these runs, contaminated ones included: two
-    processes differ for as long as they live, by where their memory happens to lie.
+    """The largest difference of identical code in these runs, contaminated ones too: two processes differ for
+    as long as they live, by where their memory lies.
     """
     return max(abs((run.control_cpu if cpu else run.control).value) for run in runs)
 
 
 def confirmed(runs: Sequence[Judgement]) -> bool:
-    """Whether the last two runs that prove anything found a regression, each well beyond what identical code
-    differed by in any run.
+    """Whether the last two valid runs found a regression, each well above the differences of identical code
+    in all runs.
     """
     last = [run for run in runs if run.verdict != "contaminated"][-2:]
     least = MARGIN * differs_from_itself(runs) if last else math.inf
@@ -364,8 +358,8 @@ def confirmed(runs: Sequence[Judgement]) -> bool:
 
 
 def by_processor_time(runs: Sequence[Judgement], *, is_counted: bool) -> Literal["regression", "same", ""]:
-    """Verdict by processor time where the wall time of the last two runs told nothing: a regression, or
-    "same" where exact counters say so, too (`is_counted`); else "".
+    """The verdict by CPU time if wall time in the last two runs was inconclusive: a regression, or "same" if
+    exact counters agree (`is_counted`); else "".
     """
     last, verdicts = runs[-2:], [run.verdict for run in runs[-2:]]
     if len(last) < 2 or "contaminated" not in verdicts or {*verdicts} - {"contaminated", "inconclusive"}:
@@ -378,14 +372,14 @@ def by_processor_time(runs: Sequence[Judgement], *, is_counted: bool) -> Literal
 
 
 def twice(verdicts: Sequence[Verdict]) -> bool:
-    """Whether the last two runs that prove anything found a regression, however large."""
+    """Whether the last two valid runs found a regression of any size."""
     proven = [verdict for verdict in verdicts if verdict != "contaminated"]
     return proven[-2:] == ["regression", "regression"]
 
 
 def needs_another_run(verdicts: Sequence[Verdict]) -> bool:
-    """A first regression asks for a second, and a contaminated run for one that proves something: once, or as
-    long as a regression waits to be confirmed.
+    """Whether to run again: a first regression needs a second, a contaminated run a valid one, once, or until
+    a regression is confirmed.
     """
     if not verdicts:
         return True

@@ -1,14 +1,14 @@
-"""Runs the cases of an experiment and keeps each result the moment it is there.
+"""Runs the cases of an experiment and stores each result at once.
 
-What is on record is not run again; what fails becomes a record and the run goes on. Of two runs of an
-experiment on the same folder the second waits. Several cases are at work only where nothing is timed:
+Cases on record do not run again; a failure becomes a record and the run goes on. Of two runs of an experiment
+in the same folder the second waits. Cases run in parallel only where nothing is timed:
 
                   thread 1 --case--> process 1
     run ---pool-<                                    each answers with the finished record
                   thread 2 --case--> process 2
 
-Whatever a case does to its process (a crash, a kill for want of memory) is that case's result alone. Progress
-goes to standard error: standard output holds results alone.
+A case that ends its process (a crash, a kill for lack of memory) affects no other case. Progress goes to
+standard error; standard output has only results.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from .store import Store, StoreError, latest, lines_of
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
+MOST_JOBS = 8  # default limit: each takes half a GiB for torch alone
 
 
 def sensible_jobs() -> int:
-    """The default number of cases that run at once: one per core, at most `MOST_JOBS`."""
+    """The default number of parallel cases: one per core, at most `MOST_JOBS`."""
     return min(usable_cores(), MOST_JOBS)
 
 
 @dataclass
 class RunResult:
-    """Result of a run. `records` are the wanted cases' in their order, `unsaved` those not on disk."""
+    """Result of a run. `records` are those of the wanted cases in order, `unsaved` those not on disk."""
 
     records: list[Record] = field(default_factory=list)
     ran: int = 0
@@ -71,11 +71,11 @@ def run_experiment(
     command: str = "",
     on_record: Callable[[Record, bool], None] = lambda record, saved: None,
 ) -> RunResult:
-    """Runs what is not on record, or all with `options.fresh`; `on_record(record, saved)` sees each result.
+    """Runs cases that are not on record, or all with `options.fresh`; each result is passed to
+    `on_record(record, saved)`.
 
-    Several `jobs` are processes of their own. An interrupt ends the run; what was finished is kept, and what
-    the signal broke off is no result. Raises ValueError, before anything is run, for options that the
-    experiment does not have.
+    With several `jobs` each is a process. An interrupt ends the run; finished cases are kept, the interrupted
+    one has no result. Raises ValueError, before anything runs, for options that the experiment does not have.
     """
     if jobs < 1:
         raise ValueError(f"--jobs {jobs}: give the number of cases to run at the same time, 1 or more")
@@ -120,16 +120,18 @@ class _Run:
     reporter: Reporter
     execute: Callable[[Case], Record]
     on_record: Callable[[Record, bool], None]
-    untold: list[str]  # identities in the order of the cases
+    untold: list[str]  # identities of cases to report, in order
     ended: dict[str, Callable[[], None]] = field(default_factory=dict)
     result: RunResult = field(default_factory=RunResult)
     final: dict[str, Record] = field(default_factory=dict)
     known: dict[str, Record] = field(default_factory=dict)
     alone: threading.Lock = field(default_factory=threading.Lock)
-    """Around everything but the cases themselves."""
+    """Held by everything but the cases themselves."""
 
     def beside_each_other(self, cases: Mapping[str, Case], jobs: int, stop: Callable[[], None]) -> None:
-        """Cases of one group in turn; the longest groups first, so that no process waits long for another."""
+        """Runs groups in parallel, longest first, so that no process waits long for another; cases of a group
+        run in turn.
+        """
         groups: dict[str, dict[str, Case]] = {}
         for identity, case in cases.items():
             groups.setdefault(case.group or identity, {})[identity] = case
@@ -141,7 +143,7 @@ class _Run:
                 future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            stop()  # or the threads would wait for their processes
+            stop()  # ends the processes that threads wait for
             pool.shutdown()
             self.untold = [identity for identity in self.untold if identity in self.ended]
             self._tell()
@@ -165,7 +167,7 @@ class _Run:
             self.reporter.started(case)
         record = self.execute(case)
         if record.status == "failed":
-            check(SETTLE_S)  # what the signal has broken off is no failure
+            check(SETTLE_S)  # a case that a signal interrupted has not failed
         with self.alone, held():
             self.final[identity] = record
             self.result.ran += 1
@@ -181,7 +183,7 @@ class _Run:
             self._tell()
 
     def _tell(self) -> None:
-        """Says what came of the cases in their order: one that has ended waits for those before it."""
+        """Reports ended cases in order: one that has ended waits for those before it."""
         while self.untold and self.untold[0] in self.ended:
             self.ended[self.untold.pop(0)]()
 
@@ -201,7 +203,7 @@ class _StoppedError(Exception):
 
 
 class _Processes:
-    """Runs each case in a process of the calling thread's own, which is started when first needed."""
+    """Runs each case in the calling thread's own process, started at the first case."""
 
     def __init__(self, experiment: Experiment, options: RunOptions, command: str) -> None:
         self._experiment, self._options, self._command = experiment, options, command
@@ -211,7 +213,7 @@ class _Processes:
         self._stopped = False
 
     def execute(self, case: Case) -> Record:
-        """The record, failed if its process dies. Raises _StoppedError after `stop`."""
+        """The record, with status "failed" if its process dies. Raises _StoppedError after `stop`."""
         if not hasattr(self._mine, "pool"):
             self._mine.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare)
             self._pools.append(self._mine.pool)
@@ -230,7 +232,7 @@ class _Processes:
         return execute(replace(self._experiment, run=_lost), case, self._options, self._command)
 
     def stop(self) -> None:
-        """Ends all processes; whoever waits for one gets a _StoppedError."""
+        """Ends all processes; threads that wait for one get a _StoppedError."""
         self._stopped = True
         for process in multiprocessing.active_children():
             if process not in self._others:
@@ -240,16 +242,16 @@ class _Processes:
 
 
 def _lost(case: Case, options: RunOptions) -> NoReturn:
-    """Stands for a case whose process has ended."""
+    """Takes the place of a case whose process has ended."""
     raise RuntimeError("the process that ran it was ended; if memory was short, use --jobs 1")
 
 
 def _prepare() -> None:
     """Prepares a process before its first case."""
-    started(signal.SIG_IGN)  # Ctrl-C is meant for the run, which ends this process
+    started(signal.SIG_IGN)  # Ctrl-C goes to the run, which ends this process
     if hasattr(os, "setsid"):
-        os.setsid()  # nor does Ctrl-C reach a case's children
-    os.dup2(2, 1)  # standard output is for the run's results
+        os.setsid()  # keeps Ctrl-C from a case's children, too
+    os.dup2(2, 1)  # standard output has only results
     threading.Thread(target=_end_with_the_run, daemon=True).start()
 
 
@@ -260,7 +262,7 @@ def _encoded(experiment: Experiment, case: Case, options: RunOptions, command: s
 
 
 def _end_with_the_run() -> None:
-    """A killed run could not end its processes, and these not theirs; none shall train on for days."""
+    """Ends this process and its children when the run is gone: a killed run can't end them itself."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -273,17 +275,17 @@ _NO_MEMORY = (
     "DefaultCPUAllocator", "OutOfMemoryError: ", "CUDA out of memory", "CUDA error: out of memory",
     "_STATUS_ALLOC_FAILED",
 )  # fmt: skip
-"""Parts of error messages that report a lack of memory."""
+"""Parts of messages of out-of-memory errors."""
 
 
 def execute(experiment: Experiment, case: Case, options: RunOptions, command: str) -> Record:
-    """The case's record, exactly as it will be read back; only an interrupt from the keyboard is raised."""
+    """Runs a case and returns its record as it will be read back; raises only keyboard interrupts."""
     before = environment()
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     start_s = time.perf_counter()
     outcome = _outcome(experiment, case, options)
     duration_s = time.perf_counter() - start_s
-    after = environment()  # by now the experiment has loaded torch, if it does
+    after = environment()  # after the experiment has loaded torch, if it does
     surroundings = {**after, "load": before["load"], "load_after": after["load"]}
 
     def record(outcome: Outcome) -> Record:
@@ -296,7 +298,7 @@ def execute(experiment: Experiment, case: Case, options: RunOptions, command: st
 
     try:
         return decode(encode(record(outcome)))
-    except ValueError as error:  # an outcome that no record can hold is a fault of the experiment
+    except ValueError as error:  # the experiment's outcome does not fit a record
         return decode(encode(record(_failed(error))))
 
 
@@ -318,10 +320,10 @@ def _outcome(experiment: Experiment, case: Case, options: RunOptions) -> Outcome
         if memory is None:
             return _failed(error)
         outcome = replace(_failed(error), status="out_of_memory", reason=_first_line(memory))
-    gc.collect()  # the frames that held memory are gone now
+    gc.collect()  # frees memory that frames held
     torch = sys.modules.get("torch")
     if torch is not None:
-        with contextlib.suppress(RuntimeError):  # a device that is lost has nothing to give back
+        with contextlib.suppress(RuntimeError):  # a lost device has no memory to free
             torch.cuda.empty_cache()
     return outcome
 
@@ -337,7 +339,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def memory_error(error: BaseException) -> BaseException | None:
-    """The out-of-memory error that `error` is, was raised from or reports: by its name or its text."""
+    """The out-of-memory error, by type or text, that `error` is or was raised from; else None."""
     seen: BaseException | None = error
     while seen is not None:
         names = {each.__name__ for each in type(seen).__mro__}
@@ -348,7 +350,7 @@ def memory_error(error: BaseException) -> BaseException | None:
     return None
 
 
-# How far it is
+# Progress
 
 
 def words(seconds: float) -> str:
@@ -362,7 +364,7 @@ def words(seconds: float) -> str:
 
 
 class Reporter:
-    """Prints the `title`, then a line per finished case; where it `draws`, above a bar."""
+    """Prints the `title` and a line per finished case; if it `draws`, above a progress bar."""
 
     title = ""
 
@@ -374,7 +376,7 @@ class Reporter:
 
     @property
     def left(self) -> str:
-        """Time left, in words: the estimates of what is left, scaled by how right they were so far."""
+        """The time left, in words: estimates of the cases left, scaled by actual durations so far."""
         scale = self._spent_s / self._estimated_s if self._spent_s and self._estimated_s else 1.0
         return words(self._left_s * scale / self._jobs)
 
@@ -394,7 +396,7 @@ class Reporter:
     def finished(self, case: Case, record: Record, *, reused: bool) -> None:
         self._done += 1
         self._left_s -= case.estimate_s
-        if reused:  # which says nothing about the speed of this machine
+        if reused:  # takes no time
             self._reused += 1
         else:
             self._estimated_s += case.estimate_s
@@ -417,9 +419,9 @@ class Reporter:
             return
         try:
             print(line, file=self._stream, flush=True)
-        except BrokenPipeError:  # whoever watched has left, as with `| head`
+        except BrokenPipeError:  # the reader has ended, as in `| head`
             raise
-        except OSError:  # a log on a disk that is full: the results matter more than the progress
+        except OSError:  # a full disk must not stop the run
             pass
 
     def _draw(self, **changes: Any) -> None:
@@ -428,7 +430,7 @@ class Reporter:
 
 
 def _bar(stream: TextIO) -> Progress:
-    """How much is done, the time left and the case at work."""
+    """A progress bar: cases done, time left, current case."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -443,14 +445,14 @@ def _bar(stream: TextIO) -> Progress:
 
 
 def describe(case: Case, record: Record) -> str:
-    """`K=2 M=4: done in 1.2 s`, or what happened instead."""
+    """`K=2 M=4: done in 1.2 s`, or its status and reason."""
     if record.status == "done":
         return f"{case.label}: done in {record.duration_s:.1f} s"
     return f"{case.label}: {record.status.replace('_', ' ')}: {record.reason}"
 
 
 def reporter(stream: TextIO | None = None, variables: Mapping[str, str] = os.environ) -> Reporter:
-    """A bar where a person watches; lines for logs, CI, NO_COLOR and terminals that are dumb."""
+    """A reporter with a bar on a terminal, else with lines: for logs, CI, NO_COLOR and dumb terminals."""
     stream = sys.stderr if stream is None else stream
     plain = bool(variables.get("CI") or variables.get("NO_COLOR") or variables.get("TERM") == "dumb")
     draws = stream.isatty() and not plain and "utf" in (stream.encoding or "").lower()

@@ -1,9 +1,9 @@
-"""Where records live: one line per case, one file per experiment, appended and never rewritten.
+"""Stores records: one line per case, one file per experiment, only appended to.
 
-A line is on disk before the next case starts, so a killed run loses nothing that was finished. Whatever
-happens to a file afterwards (a torn tail, an edit, a line of a newer version) costs that line and is
-reported. Several processes may share the files: an append holds its file, and a run its experiment. Where
-there are no locks (Windows, some network mounts) single appends stay whole, only work may be done twice.
+A line is on disk before the next case starts, so a killed run loses no finished case. Damage to a file (a
+torn tail, an edit, a line of a newer version) costs only its lines and is reported. Several processes may
+share the files: an append locks its file, a run its experiment. Without locks (Windows, some network mounts)
+single appends stay whole, and work may be done twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .record import Record, decode, encode
 
 
 class StoreError(OSError):
-    """A record could not be kept: file, cause and remedy."""
+    """A record could not be stored: file, cause and remedy."""
 
 
 @dataclass(frozen=True)
@@ -38,39 +38,41 @@ class Problem:
 
 @dataclass(frozen=True)
 class Loaded:
-    """All readable records of an experiment in file order, and the lines that are not."""
+    """All readable records of an experiment in file order, and its unreadable lines."""
 
     records: tuple[Record, ...]
     problems: tuple[Problem, ...]
 
 
 class Store:
-    """The records under one folder, `<root>/<experiment>.jsonl`, or those of all experiments in one file,
-    which is only read. Safe for several processes at once.
+    """The records in a folder, `<root>/<experiment>.jsonl`, or in one file for all experiments, which is only
+    read. Safe for several processes.
     """
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
 
     def path(self, experiment: str) -> Path:
-        """File of an experiment."""
+        """The file of an experiment."""
         return self.root / f"{experiment}.jsonl"
 
     @contextlib.contextmanager
     def held(self, experiment: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """Inside, no other run of the experiment is at work here; `waiting` is called where one still is."""
+        """Excludes other runs of the experiment from this folder; `waiting` is called if there is one to wait
+        for.
+        """
         path = self.path(experiment).with_name(f".{experiment}.lock")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError:  # a read-only folder: there is nothing to protect
+        except OSError:  # a read-only folder needs no lock
             yield
             return
         with os.fdopen(fd), locked(fd, waiting=waiting):
             yield
 
     def append(self, record: Record) -> None:
-        """Adds one line, whole and on disk when this returns, or not at all.
+        """Appends one line, complete and on disk, or nothing.
 
         Raises StoreError (disk full, read-only folder, ...) with the file as it was before.
         """
@@ -82,17 +84,17 @@ class Store:
                 _append_whole(file.fileno(), line)
             _sync_folder(path.parent)
         except OSError as error:
-            # mkdir's own words for a file in the folder's place, "File exists", sound as if all were well
+            # mkdir says "File exists" if the folder is a file
             cause = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
             raise StoreError(
                 f"can't write to {path}: {cause}; choose another folder with --results"
             ) from error
 
     def load(self, experiment: str) -> Loaded:
-        """Every readable record of the experiment; an absent file is an empty one."""
+        """The readable records of the experiment; a missing file counts as empty."""
         path = self.root if self.root.is_file() else self.path(experiment)
         try:
-            if path.exists() and not path.is_file():  # of a named pipe one would wait for a writer
+            if path.exists() and not path.is_file():  # reading a named pipe waits for a writer
                 return Loaded((), (Problem(path, 0, "not a regular file"),))
             with open(path, "rb") as file, locked(file.fileno(), shared=True):
                 content = file.read()
@@ -120,7 +122,7 @@ class Store:
 
 
 def lines_of(problems: Sequence[Problem], most: int = 5) -> list[str]:
-    """The problems of a file as lines for people; of more than `most` only the first, and a count."""
+    """The problems of a file as lines of text: the first `most`, and how many more."""
     lines = [str(problem) for problem in problems[:most]]
     if len(problems) > most:
         left, last = len(problems) - most, problems[-1]
@@ -129,16 +131,16 @@ def lines_of(problems: Sequence[Problem], most: int = 5) -> list[str]:
 
 
 def latest(records: Iterable[Record]) -> dict[str, Record]:
-    """The last record of each case by its identity. The place in the file decides, never the clock."""
+    """The last record of each case by its identity: last in the file, not by the clock."""
     found: dict[str, Record] = {}
     for record in records:
-        found.pop(record.identity, None)  # so that the order is that of the last records, too
+        found.pop(record.identity, None)  # orders cases by their last records
         found[record.identity] = record
     return found
 
 
 def select_records(records: Sequence[Record], revision: int, profile: str | None) -> list[Record]:
-    """The latest record of each case at this revision; without `profile`, of the latest one."""
+    """The latest record of each case at this revision and profile; default: the latest profile."""
     current = [record for record in records if record.revision == revision]
     if profile is None and current:
         profile = current[-1].profile
@@ -146,11 +148,11 @@ def select_records(records: Sequence[Record], revision: int, profile: str | None
 
 
 def _append_whole(fd: int, line: bytes) -> None:
-    """Adds the line to the locked file, on a line of its own, or leaves the file as it was."""
+    """Appends the line to the locked file as a line of its own, or leaves the file as it was."""
     size = os.fstat(fd).st_size
     if size:
         os.lseek(fd, size - 1, os.SEEK_SET)
-        if os.read(fd, 1) != b"\n":  # a torn line of a writer that died
+        if os.read(fd, 1) != b"\n":  # an incomplete line of a killed writer
             line = b"\n" + line
     try:
         rest = memoryview(line)
@@ -164,7 +166,7 @@ def _append_whole(fd: int, line: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the name of a new file durable, too, where the system can."""
+    """Makes a new file's name durable, where the system can."""
     with contextlib.suppress(OSError):
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -180,7 +182,7 @@ except ImportError:  # Windows
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replaces the file, or leaves the one before as it is; text as UTF-8. Makes the folder.
+    """Replaces the file as a whole, or leaves it as it was; text as UTF-8. Creates the folder.
 
     Raises OSError.
     """
@@ -189,18 +191,18 @@ def write_whole(path: Path, content: str | bytes) -> None:
     try:
         with open(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-        os.chmod(name, 0o644)  # a temporary file is its owner's alone
+        os.chmod(name, 0o644)  # temporary files are private
         os.replace(name, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):  # a signal may come when all is done already
+        with contextlib.suppress(FileNotFoundError):  # a signal may come after the replacement
             os.unlink(name)
         raise
 
 
 @contextlib.contextmanager
 def locked(fd: int, *, shared: bool = False, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Holds the open file against other processes until the block ends; `shared` admits other readers, and
-    `waiting` is called where somebody has it. The lock is this process's own: no child keeps it.
+    """Locks the open file against other processes until the block ends; `shared` admits other readers, and
+    `waiting` is called if another process has the lock. Child processes do not keep the lock.
     """
     if fcntl is None:
         yield
@@ -208,7 +210,7 @@ def locked(fd: int, *, shared: bool = False, waiting: Callable[[], None] = lambd
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         fcntl.lockf(fd, kind | fcntl.LOCK_NB)
-    except OSError as error:  # else a file system without locks
+    except OSError as error:  # otherwise the file system has no locks
         if error.errno in (errno.EAGAIN, errno.EACCES):
             waiting()
             fcntl.lockf(fd, kind)

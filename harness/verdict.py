@@ -1,7 +1,7 @@
-"""Our answer to a number of the paper, the range that it may lie in, and what a comparison of the two says.
+"""Our results for numbers of the paper, their ranges, and the verdicts of comparisons.
 
-A wide range that meets anything is no success, so it is not called one; and each verdict says which numbers
-in the paper it would have rejected. Our range names its parts.
+A range so wide that it meets anything is no success and has a verdict of its own. Each verdict says which
+numbers in the paper it would have rejected. Ranges name their parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ JUDGED: tuple[Verdict, ...] = ("reproduced", "identity", "undecided", "above", "
 DIFFERS: tuple[Verdict, ...] = ("above", "below")
 
 Answer = Literal["agrees", "follows", "differs", "no test", "not judged", "not run"]
-"""The word that a reader sees for a verdict."""
+"""The word that readers see for a verdict."""
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
 """Answers in the order in which counts list them."""
 WORDS: Mapping[Verdict, Answer] = {
@@ -29,23 +29,25 @@ WORDS: Mapping[Verdict, Answer] = {
 }  # fmt: skip
 
 Question = Literal["as published", "here"]
-"""A number's question: whether our prediction for the paper's accelerators, at the paper's size, gives the
-printed number, or whether the paper's claim holds on this machine."""
+"""What is asked of a number: whether our prediction for the paper's accelerators, at the paper's size, gives
+the printed number, or whether the paper's claim holds on this machine.
+"""
 QUESTIONS: tuple[Question, ...] = get_args(Question)
 
 NARROW = (1.25**2 - 1) / (1.25**2 + 1)
-"""Largest half-width of an informative range, as a share of its middle: that of a number that may be off by a
-factor of 1.25."""
+"""Largest half-width of an informative range, as a share of its middle: that of a number known to a factor of
+1.25.
+"""
 
 NO_RECORD = "there is no record of this case"
 
 ULP = 1e-12
-"""Relative slack at the edges, for decimal fractions that binary numbers only approach."""
+"""Relative slack at a range's ends, for decimal fractions that are not exact in binary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A place in a table of the paper, whose number stands there, as in paper.csv, and the question asked."""
+    """A place in a table of paper.csv: the number's source, and the question asked."""
 
     table: str
     row: str
@@ -60,24 +62,24 @@ class Place:
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
-        """Table, row, column, whose number and which question; no two answers are alike in all."""
+        """Table, row, column, source and question, which identify a result."""
         return (*self.place, self.source, self.question)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result(Place):
-    """Our number for one number of the paper, and all that its verdict needs to know.
+    """Our number for one number of the paper, and what its verdict needs.
 
     Args:
         metric: our number, with its 95 % interval
-        spread: how far it may be off, where that is more than the metric's own interval
-        error: of a computed number, as a factor less 1; 0 of one that ran here
-        record: the one that the number comes from, None where it is computed from several
-        not_comparable: why the two numbers can't be held against each other; empty where they can
-        context: why our number stands beside the paper's and is not judged; empty where it is judged
-        note: what our number is, for a footnote; never why it differs
-        status: for an answer without a number; by default the record's
-        reason: likewise
+        spread: its range, where that is more than the metric's interval
+        error: of a computed number, as a factor minus 1; 0 for one that ran here
+        record: the record of the number; None if it is computed from several
+        not_comparable: why the two numbers can't be compared; empty if they can
+        context: why our number is shown but not judged; empty if it is judged
+        note: a footnote on what our number is, not on why it differs
+        status: of a result without a number; by default the record's
+        reason: why there is no number; by default the record's
     """
 
     metric: Metric | None = None
@@ -97,7 +99,7 @@ class Result(Place):
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """Interval of where our number may lie, in its unit: the spread, the interval, or the number."""
+        """The range of our number, in its unit: the spread, else the interval, else the number."""
         if self.metric is None or self.metric.value is None:
             return None
         if self.spread is not None:
@@ -109,18 +111,17 @@ class Result(Place):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison(Place):
-    """The paper's number, ours, and what to make of the two.
+    """The paper's number, ours, and the verdict.
 
-    All numbers are in `unit`, the paper's. `paper` is the value as published, `corrected` the one judged
-    instead where an erratum gives it. `low` and `high` are our 95 % interval, `range_low` and `range_high`
-    how far our number may lie over everything that is not known, which `parts` name. The verdict would have
-    been against a published number below `fails_below` or above `fails_above`; None where it could not have
-    been. `ratio` is ours over the value judged, `factor` how far the nearest ends of the two ranges are apart
-    where they don't meet. `counted` says whether it counts among the paper's numbers. `peer` is the same
-    number as somebody else published it.
+    All numbers are in `unit`, the paper's. `paper` is the published value, `corrected` the value judged
+    instead if there is an erratum. `low` and `high` are our 95 % interval, `range_low` and `range_high` our
+    range over all unknowns, named in `parts`. The verdict would reject published numbers below `fails_below`
+    and above `fails_above`; None: no such number. `ratio` is ours over the judged value, `factor` the
+    distance between the nearest ends of the two ranges if they don't meet. `counted`: it is one of the
+    paper's counted numbers. `peer` is the same number as others published it.
 
-    `entry` is our answer; `machine`, `profile` and `command` say where our number was found. These are for
-    the page, and not among what `to_data` has.
+    `entry` is our result; `machine`, `profile` and `command` are those of its record. The page uses these;
+    `to_data` leaves them out.
     """
 
     kind: str = "ours"
@@ -160,48 +161,48 @@ class Comparison(Place):
 
     @property
     def answer(self) -> Answer:
-        """The one word for what it says."""
+        """The word for its verdict."""
         return WORDS[self.verdict]
 
     @property
     def label(self) -> str:
-        """The name of its row; beside others' numbers also whose it is and what is asked."""
+        """The name of its row, for others' numbers with source and question."""
         return self.row if self.source == "paper" else f"{self.row} ({self.source}, {self.question})"
 
     @property
     def is_computed(self) -> bool:
-        """Whether it is a number of the declared configuration, which a table of its own shows."""
+        """Whether it is computed under the declared configuration, which has a table of its own."""
         record = None if self.entry is None else self.entry.record
         return record is not None and record.is_computed
 
     @property
     def target(self) -> float | None:
-        """The paper's number that is judged; None where it prints none."""
+        """The paper's number to judge by; None if it prints none."""
         return self.paper if self.corrected is None else self.corrected
 
     @property
     def paper_text(self) -> str:
-        """The number as printed, with the erratum's value if there is one; empty where nothing is printed."""
+        """The number as printed, with the erratum's value if any; empty if nothing is printed."""
         return self.printed if self.corrected is None else f"{self.printed} (means {self.corrected_printed})"
 
 
 _OF_THE_PAGE = frozenset({"entry", "machine", "profile", "command"})
 
 
-# How far our number may lie off
+# Ranges of our numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """The range of a number of ours over everything that is not known: our own interval, the error of the
-    predictor or of the replay as it was measured, what the paper leaves open.
+    """The range of our number over all unknowns: its interval, the measured error of predictor or replay, and
+    settings that the paper leaves open.
 
     Args:
-        low: the smallest number, in the unit of the metric
-        high: the largest
-        parts: what the range is over, in words
+        low: its lower end, in the unit of the metric
+        high: its upper end
+        parts: names of the unknowns
 
-    Raises ValueError for ends that are not finite or are the wrong way round.
+    Raises ValueError for ends that are not finite or not in order.
     """
 
     low: float
@@ -210,7 +211,7 @@ class Spread:
 
     @classmethod
     def of(cls, what: str, values: Iterable[float]) -> Spread | None:
-        """The range of all values, for one reason; None of fewer than two."""
+        """The range of the values, for one unknown; None for fewer than two values."""
         low, *others = sorted(map(float, values)) or [0.0]
         return cls(low=low, high=others[-1], parts=(what,)) if others else None
 
@@ -224,8 +225,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What agrees with a published number, in its unit: `low` to `high` however it is meant, `possible_low`
-    to `possible_high` under some reading. Either may be open at one end. `words` say why.
+    """What agrees with a published number, in its unit: `low` to `high` in every reading, `possible_low` to
+    `possible_high` in some. One end may be infinite. `words` say why.
     """
 
     low: float
@@ -240,5 +241,5 @@ class Allowed:
 
     @property
     def open(self) -> bool:
-        """Whether it only limits a number on one side."""
+        """Whether it is a limit on one side."""
         return math.isinf(self.possible_low) or math.isinf(self.possible_high)

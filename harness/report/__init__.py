@@ -1,1 +1,1 @@
-"""How comparisons are shown: text tables, the HTML page, and markdown for the project's own pages."""
+"""Shows comparisons with the paper: text tables, the HTML page, and markdown for the project's pages."""

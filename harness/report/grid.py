@@ -1,5 +1,5 @@
-"""A table of words: one object for every table that is printed, and the only place that lays columns out, in
-plain text that serves a terminal, a log, a pipe and a page.
+"""Lays out tables and paragraphs as plain text, for terminals, logs, pipes and pages. Every printed table is
+a `Grid`, so that only this module computes columns.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from operator import gt
 
 PROSE = 110
-"""Columns of a paragraph. Tables, code and commands that are to be copied are as wide as they are."""
+"""Width of a paragraph. Tables, code and commands to copy keep their own width."""
 SCREEN = 100
-"""Columns of what `compare` and `run` show unless all is asked for."""
+"""Width of what `compare` and `run` print by default."""
 HEADING = 2  # columns that tabulate adds to a heading
 NARROWEST = 14
-"""Columns of a table's column that is wrapped to make room."""
+"""Least width to which a table's column is wrapped."""
 _width: ContextVar[int | None] = ContextVar("width", default=None)
 
 
 @contextmanager
 def within(width: int | None) -> Iterator[None]:
-    """Every text that is laid out in this block fits into so many columns, as far as its words allow."""
+    """Limits text that is laid out in this block to `width` columns, as far as its words allow."""
     token = _width.set(width)
     try:
         yield
@@ -33,9 +33,9 @@ def within(width: int | None) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Title, columns, lines of as many cells, and the notes below.
+    """A table: title, columns, lines with a cell for each column, and notes below.
 
-    `right` are the columns that stand at the right, such as numbers.
+    `right` are the indices of right-aligned columns, such as numbers.
     """
 
     title: str = ""
@@ -51,8 +51,8 @@ class Grid:
         return "\n".join([*title, "\n\n".join(parts), *self.notes])
 
     def _fitted(self, width: int | None) -> list[Grid]:
-        """The table with its widest columns wrapped, and if that is not enough as several, one below the
-        other, that all begin with the columns that have no heading, or the first.
+        """The table with its widest columns wrapped; if still too wide, as several tables that all begin with
+        the columns without a heading, or with the first column.
         """
         rows = [[str(cell) for cell in row] for row in (self.columns, *self.lines)]
         spare = [HEADING] + [0] * len(self.lines)
@@ -107,18 +107,18 @@ class Grid:
 
 
 def numbers(columns: Sequence[str]) -> frozenset[int]:
-    """The places of all columns but the first, which says what the numbers behind it are."""
+    """The indices of all columns but the first, which labels the numbers."""
     return frozenset(range(1, len(columns)))
 
 
 def numbers_text(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]], *notes: str) -> str:
-    """A table of numbers for a terminal; nothing without lines."""
+    """A table of numbers for a terminal; empty text without lines."""
     found = Grid(title=title, columns=columns, lines=lines, notes=notes, right=numbers(columns))
     return found.text() if lines else ""
 
 
 def fill(text: str, first: str = "", rest: str = "") -> str:
-    """One paragraph, wrapped between words; `first` and `rest` are what its lines begin with."""
+    """One paragraph, wrapped between words; its first line begins with `first`, the others with `rest`."""
     return textwrap.fill(
         text, _width.get() or PROSE, initial_indent=first, subsequent_indent=rest,
         break_long_words=False, break_on_hyphens=False,
@@ -126,7 +126,7 @@ def fill(text: str, first: str = "", rest: str = "") -> str:
 
 
 def _wrapped(cell: str, width: int) -> list[str]:
-    """The cell's lines, each no longer than that where a space allows it."""
+    """The cell's lines, wrapped at spaces to `width`."""
     return [
         part
         for line in cell.split("\n")

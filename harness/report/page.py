@@ -1,7 +1,7 @@
-"""The report: one HTML page that needs nothing beside itself, and all its numbers as CSV.
+"""The report: one self-contained HTML page, and all its numbers as CSV.
 
-The same records always give the same bytes. The words of the first screen are data (`results/answer.toml`)
-with places for numbers from the records: one that they lack is a dash.
+The same records always give the same bytes. The texts of the first screen are data (`results/answer.toml`)
+with placeholders for numbers of the records; a missing number is shown as a dash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLACE = re.compile(r"\{([\w. ]+)\}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstScreen:
-    """What is shown first. `claims` are rows of the columns `CLAIMS`."""
+    """The first screen. `claims` are rows with the columns `CLAIMS`."""
 
     question: str
     paragraphs: tuple[str, ...]
@@ -62,7 +62,7 @@ class FirstScreen:
 
 
 def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Path = PATH) -> FirstScreen:
-    """The words of the file with the numbers of the comparisons and facts."""
+    """The first screen: the file's texts with the numbers of the comparisons and facts."""
     words = tomllib.loads(path.read_text(encoding="utf-8"))
     at = {cell.key: cell for cell in reversed(cells)}
     found = {}
@@ -93,7 +93,7 @@ def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Pa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableView:
-    """One table of the page, part by part. `commands` made its rows: command, machine, profile."""
+    """One table of the page. `commands` are the command, machine and profile of its records."""
 
     name: str
     info: PaperTable
@@ -110,7 +110,7 @@ class TableView:
 
 
 class Machine(NamedTuple):
-    """A source of records. `facts` are (label, text) pairs of its environment."""
+    """A source of records. `facts` describe its environment: (label, text)."""
 
     name: str
     own: bool
@@ -120,7 +120,7 @@ class Machine(NamedTuple):
 
 
 class ExperimentView(NamedTuple):
-    """An experiment, its text and pictures. `runs`: machine, profile, what it does, its records."""
+    """An experiment with its text and pictures. `runs` are (machine, profile, description, records)."""
 
     experiment: Experiment
     runs: tuple[tuple[str, str, str, str], ...]
@@ -130,7 +130,7 @@ class ExperimentView(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """All of the report; `figure` is the picture of the first screen."""
+    """The whole report; `figure` is the first screen's."""
 
     tables: tuple[TableView, ...]
     first: FirstScreen
@@ -147,16 +147,14 @@ class Page:
 
     @property
     def smoke(self) -> int:
-        """Number of comparisons from a smoke run, which only shows that everything runs."""
+        """Number of comparisons from smoke runs, which only show that everything runs."""
         return sum(cell.profile == "smoke" for cell in self.cells)
 
 
 def table_views(
     answers: Sequence[Comparison], paper: Sequence[PaperNumber], infos: Mapping[str, PaperTable]
 ) -> tuple[TableView, ...]:
-    """Every table with a number of the paper or one of ours, in the order of `infos`, then of the paper's
-    file.
-    """
+    """Every table that has a number of the paper or of ours, in the order of `infos`, then of paper.csv."""
     names = dict.fromkeys([cell.table for cell in paper] + [cell.table for cell in answers])
     views = [
         _table(
@@ -173,7 +171,7 @@ def table_views(
 def _table(
     name: str, answers: Sequence[Comparison], paper: Sequence[PaperNumber], info: PaperTable
 ) -> TableView:
-    """The table's answers, and every number of the paper that counts and has none."""
+    """The table with its answers, and a "not run" row for every number of the paper that has none."""
     published = [(*cell.key, cell.source) for cell in paper]
     order, peers = {place: number for number, place in enumerate(published)}, peers_of(paper)
     answered = {cell.key[:-1] for cell in answers if cell.verdict != "not judged"}
@@ -187,7 +185,7 @@ def _table(
         [*told, *unanswered],
         key=lambda cell: (QUESTIONS.index(cell.question), order.get(cell.key[:-1], len(order))),
     )
-    # a reason that stands in the row anyway is no note
+    # the row shows its reason already
     notes, marks = numbered(rows, lambda cell: [note for note in cell.footnotes if note != cell.reason])
     papers = [cell for cell in paper if cell.source == "paper"] or paper
     located = [cell for cell in papers if cell.counted or cell.source != "paper"]
@@ -202,7 +200,7 @@ def _table(
     )
 
 
-# All of it for other programs
+# CSV for other programs
 
 COLUMNS = (
     "table", "row", "column", "source", "question", "kind", "printed", "paper", "unit", "ours", "low", "high",
@@ -212,7 +210,7 @@ COLUMNS = (
 
 
 def cells_csv(tables: Sequence[TableView]) -> str:
-    """All cells in the order of the page; an empty field is a number that there is not."""
+    """All cells in the order of the page; a missing number is an empty field."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -227,11 +225,11 @@ TEMPLATES = Path(__file__).resolve().parent / "templates"
 MARKS: dict[Answer, str] = {
     "agrees": "✓", "follows": "=", "differs": "≠", "no test": "?", "not judged": "·", "not run": "○",
 }  # fmt: skip
-"""A shape beside each answer, because colour alone reaches not everybody and no printer."""
+"""A symbol for each answer, because not every reader or printer sees colours."""
 
 
 def html(page: Page) -> str:
-    """The page as one file: styles and figures inside, no script, nothing fetched from anywhere."""
+    """The page as one file with styles and figures in it; it has no script and loads nothing."""
     import jinja2
 
     environment: jinja2.Environment = jinja2.Environment(
@@ -255,12 +253,12 @@ def html(page: Page) -> str:
 
 
 def data_url(content: bytes, kind: str) -> str:
-    """The bytes as a URL that needs no network."""
+    """The bytes as a data URL, which needs no network."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _marked(text: str) -> Markup:
-    """Text with words in backticks as code and words between two asterisks stressed, all else escaped."""
+    """Text as HTML: backticks become code, double asterisks bold, all else is escaped."""
     from markupsafe import Markup, escape
 
     code = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
@@ -268,7 +266,7 @@ def _marked(text: str) -> Markup:
 
 
 def _breakable(text: str) -> Markup:
-    """Text with places to break a line after the marks in long names and paths; it copies as it is."""
+    """Text as HTML that may be wrapped after `/`, `_` and `=`; copied, it is unchanged."""
     from markupsafe import Markup, escape
 
     return Markup("<wbr>").join(escape(piece) for piece in re.split(r"(?<=[/_=])", text))

@@ -1,4 +1,4 @@
-"""The paper's tables as our one declared configuration gives them, from records: no torch."""
+"""Shows the paper's tables as computed under our declared configuration, from records, without torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .table import is_beside
 Place = tuple[str, str, str]
 """Table, row and column."""
 KINDS: dict[str, Kind] = {"ratio": "ratios of speeds", "samples/s": "speeds", "GiB": "bytes"}
-"""Kind of a published number, by its unit."""
+"""Kind of a published number by its unit; the predictor's error depends on the kind."""
 BASELINE = "the paper's own run does not fit under the declared choices"
 CLAIMS = (
     ("AmoebaNet: largest on 8 accelerators over naive-1", "amoebanet", "pipeline-8", "naive-1"),
@@ -43,18 +43,18 @@ CLAIMS = (
     ("AmoebaNet: larger on one accelerator", "amoebanet", "pipeline-1", "naive-1"),
     ("AmoebaNet: larger from 1 to 8 accelerators", "amoebanet", "pipeline-8", "pipeline-1"),
 )
-"""Row, half and the two columns that are divided."""
+"""Row, half of Table 1, and the two columns whose quotient it is."""
 EXTRA = "extra time by recomputation"
 NEXT = "recomputation over the next largest overhead"
 STRIDE = "control-stride"
 COUNTED = "parameters over the original's"
-"""The row of a quotient of two exact counts."""
-TESTED: tuple[Answer, ...] = ("agrees", "differs", "no test")  # what a computed number may come to
+"""The row that is a quotient of two exact counts."""
+TESTED: tuple[Answer, ...] = ("agrees", "differs", "no test")  # possible answers for a computed number
 
 
 @functools.cache
 def errors() -> dict[Kind, PredictorError]:
-    """The predictor's error, from what the reference records make of others' published numbers."""
+    """The predictor's error by kind, from the reference records' predictions of others' published numbers."""
     published = {cell.key: cell for cell in load_paper() if cell.source == "torchgpipe" and not cell.exact}
     found: dict[Place, Published] = {}
     for path in sorted(REFERENCE.glob("*/predictions.jsonl")):
@@ -73,9 +73,9 @@ def errors() -> dict[Kind, PredictorError]:
 
 
 def error_of(table: str, row: str, value: float | None = None) -> float:
-    """The error of a computed number, as a factor minus 1. `value` is in per cent: a share of the step has
-    the error of the ratio of its part to the rest, times the share that is left; an increase that of the
-    quotient, over it.
+    """The relative error of a computed number, as a factor minus 1. `value` is in per cent. A share of the
+    step has the error of its part over the rest, times the remaining share; an increase has its quotient's
+    error, over the increase.
     """
     if row == COUNTED:
         return 0.0
@@ -93,7 +93,7 @@ def _kind(table: str, row: str) -> Kind:
 
 
 def answers(records: Sequence[Record]) -> list[Result]:
-    """Our number for every one of the paper that the records compute, with the predictor's error."""
+    """Our number for every number of the paper that the records compute, with the predictor's error."""
     found = []
     for record in of_case(records, "done", part=REPRODUCTION):
         late = load_reproduction().declared_afterwards({str(each.key["table"]) for each in record.metrics})
@@ -114,18 +114,18 @@ def answers(records: Sequence[Record]) -> list[Result]:
 def spread(row: str, value: float, error: float) -> Spread:
     """The range of a computed number with this error."""
     rest = 0.0
-    if row == EXTRA:  # of a quotient of two times, which is what errs
+    if row == EXTRA:  # an increase: its error is that of the quotient of two times
         rest, error = 100.0, error * value / (100 + value)
     low, high = ((value + rest) * factor - rest for factor in (1 / (1 + error), 1 + error))
     return Spread(low=low, high=high, parts=("error of the predictor",))
 
 
 Cells = tuple[list[Comparison], list[Comparison]]
-"""Numbers of a table in one unit, and those of them that are 1 by definition."""
+"""Comparisons of a table in one unit: computed ones, and those that are 1 by definition."""
 
 
 def cells(records: Sequence[Record]) -> dict[tuple[str, str], Cells]:
-    """What the records compute beside the paper's numbers, by (table of the paper, unit)."""
+    """The records' computed numbers beside the paper's, by (table of the paper, unit)."""
     return _by_table(compare(answers(records), whole=()))
 
 
@@ -141,8 +141,8 @@ def _by_table(comparisons: Iterable[Comparison]) -> dict[tuple[str, str], Cells]
 
 
 def by_the_bubble(cells: Sequence[Comparison], fixed: Sequence[Comparison]) -> list[Comparison]:
-    """The cells with what the bubble's formula alone says, as a baseline: the speed of even stages,
-    K M / (M + K - 1), over that of the cell that is 1. None where the cells are not over K and M.
+    """A baseline for the cells: speeds by the bubble's formula alone, K M / (M + K - 1), over that of the
+    cell that is 1. Empty if the cells are not over K and M.
     """
 
     def speed(cell: Comparison) -> float:
@@ -161,14 +161,14 @@ def by_the_bubble(cells: Sequence[Comparison], fixed: Sequence[Comparison]) -> l
 
 
 class Summed(NamedTuple):
-    """The four numbers of a table.
+    """The summary of a table.
 
     Args:
-        counts: of each answer
+        counts: number of cells with each answer
         off: the median of |ours / paper - 1|; None without a number
-        rank: Spearman's correlation; None below three cells, or where all of one side are equal
-        directions: how many pairs of neighbours move as the paper's do
-        pairs: of how many
+        rank: Spearman's correlation; None below three cells, or if one side is constant
+        directions: number of neighbouring pairs that change as the paper's do
+        pairs: number of neighbouring pairs
     """
 
     counts: Counter[Answer]
@@ -183,7 +183,7 @@ class Summed(NamedTuple):
 
     @property
     def numbers(self) -> str:
-        """The summary's numbers that need no answer, in words."""
+        """The summary's numbers without the counts, in words."""
         parts = []
         if self.off is not None:
             parts.append(f"median |ours / paper - 1| {100 * self.off:.0f} %")
@@ -195,7 +195,7 @@ class Summed(NamedTuple):
 
 
 def summed(cells: Sequence[Comparison], fixed: Sequence[Comparison] = ()) -> Summed:
-    """The four numbers of some cells, and of others that are 1 by definition, which have directions alone.
+    """The summary of some cells; cells that are 1 by definition (`fixed`) count only for directions.
 
     Neighbours are cells of one row in the order of columns, or of one column in the order of rows.
     """
@@ -215,7 +215,7 @@ def summed(cells: Sequence[Comparison], fixed: Sequence[Comparison] = ()) -> Sum
 
 
 def _numbers(cell: Comparison) -> tuple[float, float] | None:
-    """The paper's and ours."""
+    """The paper's number and ours; None if one is missing."""
     return None if cell.target is None or cell.ours is None else (cell.target, cell.ours)
 
 
@@ -230,13 +230,13 @@ def _neighbours(cells: Sequence[Comparison]) -> Iterable[tuple[Comparison, Compa
 
 
 def _number(label: str) -> float | None:
-    """`8` of "K=8" and "pipeline-8"; a naive column comes first. None where a label has no number."""
+    """`8` for "K=8" and "pipeline-8"; naive columns come first. None for a label without a number."""
     digits = "".join(letter for letter in label.partition(" ")[0] if letter.isdigit())
     return float(digits) - 0.5 * label.startswith("naive") if digits else None
 
 
 def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Spearman's, with mean ranks of equals; None below three pairs or where a side does not vary."""
+    """Spearman's correlation, with mean ranks of ties; None below three pairs or if one side is constant."""
     if len(pairs) < 3 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return None
     ordered = [sorted(side) for side in zip(*pairs, strict=True)]
@@ -248,13 +248,13 @@ def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def text(comparisons: Sequence[Comparison], *, notes: bool = False) -> str:
-    """Each table of the paper, computed at its size and run here side by side, and the four numbers of both.
+    """Each table of the paper, computed at the paper's size beside what ran here, with the summaries of both.
 
-    Computed numbers have their error and an answer; those of scaled models that ran here are not judged.
+    Computed numbers have an error and an answer; numbers of scaled models that ran here are not judged.
 
     Args:
-        comparisons: of an experiment; its sentences are left out
-        notes: also what is to be said of single numbers
+        comparisons: an experiment's; the paper's sentences are left out
+        notes: whether to add notes on single numbers
     """
     computed = [cell for cell in comparisons if cell.is_computed]
     tables, beside = _by_table(computed), _by_table(filter(is_beside, comparisons))
@@ -276,11 +276,11 @@ def _table(table: str, unit: str, computed: Cells | None, beside: Cells | None, 
     varies = [at for at in (1, 2) if len({place[at] for place in cells}) > 1] or [1, 2]
 
     def label(place: Place) -> str:
-        """Row and column, as far as they are not the same all over."""
+        """Row and column, without what is the same in the whole table."""
         return ", ".join(place[at] for at in varies)
 
     def of_each(found: Cells | None) -> list[tuple[str, str]]:
-        """What is to be said of each number of ours."""
+        """The note of each of our numbers."""
         return [(label(each.place), each.entry.note) for of in found or () for each in of if each.entry]
 
     def number(cell: Comparison | None) -> list[str]:
@@ -322,7 +322,7 @@ def _table(table: str, unit: str, computed: Cells | None, beside: Cells | None, 
 
 
 def _notes(said: Iterable[tuple[str, str]], every: int) -> list[str]:
-    """Each distinct note once, with the numbers that it is about, unless that is all of them."""
+    """Each distinct note once, with the labels of its numbers, unless it is about all."""
     places: dict[str, list[str]] = {}
     for label, note in said:
         if note:
@@ -339,11 +339,11 @@ SECONDS = {
     "table4": {"resnet101": 3.0}, "computed": {STRIDE: 12.0},
 }  # fmt: skip
 """Estimated seconds of computing, by experiment and model."""
-SMOKE_S = 3.0  # of the longest that the smoke profile computes
+SMOKE_S = 3.0  # longest case of the smoke profile
 
 
 def cases(experiment: str, options: RunOptions) -> list[Case]:
-    """One case per model, which has the paper's size; in the smoke profile those that take few seconds."""
+    """One case per model at the paper's size; in the smoke profile only those that take a few seconds."""
     most_s = SMOKE_S if options.profile == "smoke" else math.inf
     found = {model: seconds for model, seconds in SECONDS[experiment].items() if seconds <= most_s}
     return [Case({"part": REPRODUCTION, "model": model}, seconds) for model, seconds in found.items()]

@@ -1,6 +1,6 @@
-"""Numbers of the paper with ours beside them: tables in words, and counts of answers.
+"""Shows the paper's numbers with ours beside them as text tables, and counts of answers.
 
-What was computed at the paper's size, what was found here, and others' numbers are never added up.
+Numbers computed at the paper's size, numbers found here, and others' numbers are counted separately.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PARTS: tuple[Part, ...] = ("as published", "here", "others' numbers")
 against somebody else's numbers."""
 
 ASKED: Mapping[str, str] = {"as published": "computed from the paper's description", "here": "run here"}
-"""The two questions in words that need no explanation."""
+"""The two questions in plain words."""
 
 Key = tuple[str, str, str, str, str]
 """Identifies a comparison."""
 
 _ABSENT = "-"
 _FEW = 3
-"""Significant digits in the short form."""
+"""Significant digits in the short text."""
 
 
 def part_of(cell: Comparison) -> Part:
@@ -53,8 +53,8 @@ def part_of(cell: Comparison) -> Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Entries of one table of the paper that answer the same, in its order. `marks` are, for each entry, the
-    numbers of its notes, from 1.
+    """Comparisons of one part of a table of the paper, in its order. `marks` are the numbers of each one's
+    notes, from 1.
     """
 
     name: str
@@ -81,14 +81,14 @@ class Table:
 
     @property
     def diagonal(self) -> bool:
-        """Whether it is one column or mostly empty, such as a diagonal, so that a list takes less room."""
+        """Whether the table has one column or is mostly empty, such as a diagonal: a list is shorter."""
         return len(self.columns) == 1 or 2 * len(self.rows) <= len(self.columns) * len(self.groups)
 
 
 def numbered(
     cells: Iterable[Comparison], notes_of: Callable[[Comparison], Iterable[str]]
 ) -> tuple[tuple[str, ...], dict[Key, tuple[int, ...]]]:
-    """Each distinct note once, in order of appearance, and for every cell the numbers of its own."""
+    """Each distinct note once, in order of appearance, and for every cell the numbers of its notes."""
     each = {cell.key: tuple(notes_of(cell)) for cell in cells}
     number = {note: n for n, note in enumerate(dict.fromkeys(n for notes in each.values() for n in notes), 1)}
     return tuple(number), {key: tuple(sorted(number[n] for n in notes)) for key, notes in each.items()}
@@ -99,7 +99,7 @@ def parts_of(
     notes: tuple[str, ...] = (),
     marks: Mapping[Key, tuple[int, ...]] = MappingProxyType({}),
 ) -> tuple[Table, ...]:
-    """The tables that the comparisons touch, part by part."""
+    """The tables of the comparisons, part by part."""
     return tuple(
         Table(name=name, part=part, rows=found, notes=notes, marks=marks)
         for name in dict.fromkeys(cell.table for cell in comparisons)
@@ -109,7 +109,7 @@ def parts_of(
 
 
 def tables_of(comparisons: Sequence[Comparison]) -> tuple[Table, ...]:
-    """The same with notes, which are numbered through all of them."""
+    """The tables of the comparisons with their notes, numbered through all tables."""
 
     def notes_of(cell: Comparison) -> list[str]:
         over = f"Our range is over: {', '.join(cell.parts)}"
@@ -122,7 +122,7 @@ _BRIEF = ("paper", "ours", "answer")
 
 
 def short_text(comparisons: Sequence[Comparison]) -> str:
-    """Every table of the comparisons in a screen: paper, ours and the answer, no notes."""
+    """Every table of the comparisons in short: paper, ours and the answer, without notes."""
     parts: list[str] = []
     shown: set[str] = set()
     for table in parts_of(comparisons):
@@ -147,14 +147,14 @@ def text_table(comparisons: Sequence[Comparison]) -> str:
 
 
 def computed_markdown(comparisons: Sequence[Comparison]) -> str:
-    """Their tables at the paper's size, without notes, for a markdown page."""
+    """The tables computed at the paper's size, without notes, in markdown."""
     tables = [table for table in parts_of(comparisons) if table.part == "as published"]
     return "\n\n".join(replace(_grid(table), title="").markdown() for table in tables)
 
 
 def _grid(table: Table, only: Sequence[str] = ()) -> Grid:
-    """The table as the paper prints it, or a line for each entry where that would be mostly empty; of an
-    entry's lines `only` these, by default all that any has.
+    """The table as the paper prints it, or as a list if that is shorter; of each entry's lines `only` these,
+    by default all that any entry has.
     """
     places = dict.fromkeys(row.location for row in table.rows if row.location)
     hardware = dict.fromkeys(row.hardware for row in table.rows if row.hardware)
@@ -200,12 +200,12 @@ def _grid(table: Table, only: Sequence[str] = ()) -> Grid:
 
 
 def _found(rows: Sequence[Comparison], always: Sequence[str], other: Sequence[str]) -> list[str]:
-    """The lines of an entry, in order: those that there always are, and others that any of the rows has."""
+    """The lines of an entry, in order: the obligatory ones, and others that any of the rows has."""
     having = [what for what in other if any(map(LINES[what], rows))]
     return [what for what in LINES if what in (*always, *having)]
 
 
-# Text of an entry's columns; empty where there is nothing to say
+# Texts of a comparison; empty where there is no number
 
 
 def ours_with_error(entry: Comparison) -> str:
@@ -213,7 +213,7 @@ def ours_with_error(entry: Comparison) -> str:
     if entry.ours is None:
         return ""
     metric = None if entry.entry is None else entry.entry.metric
-    over = None if metric is None else metric.key.get("over")  # the number at each K
+    over = None if metric is None else metric.key.get("over")  # what K the number is over
     said = f" ({over})" if over else ""
     if entry.entry is not None and entry.entry.error:
         return f"{show(entry.ours, entry.unit, _FEW)} {spread_text(entry)}{said}"
@@ -221,7 +221,7 @@ def ours_with_error(entry: Comparison) -> str:
 
 
 def range_text(entry: Comparison, digits: int = 4) -> str:
-    """`3.1 to 4.2 GB`: over everything that is not known; nothing where the interval says it all."""
+    """`3.1 to 4.2 GB`: our range over all unknowns; empty if there is only the interval."""
     low, high, unit = entry.range_low, entry.range_high, entry.unit
     if not entry.parts or low is None or high is None:
         return ""
@@ -230,7 +230,7 @@ def range_text(entry: Comparison, digits: int = 4) -> str:
 
 
 def spread_text(entry: Comparison) -> str:
-    """How far ours may be off: `+- 55 %` of what was computed, `3.1 to 4.2 GB`, or the interval."""
+    """How far our number may be off: `+- 55 %` if computed, `3.1 to 4.2 GB`, or the interval."""
     if entry.entry is not None and entry.entry.error:
         return f"+- {percent(entry.entry.error)}"
     if (over := range_text(entry)) or entry.low is None or entry.high is None:
@@ -239,8 +239,8 @@ def spread_text(entry: Comparison) -> str:
 
 
 def ratio_text(entry: Comparison) -> str:
-    """`0.78`, `2060`: ours over the paper's, where both are numbers that can be compared; to three digits, or
-    to as many as tell it from 1, up to five.
+    """`0.78`, `2060`: ours over the paper's, if comparable, to three digits, or to as many (at most five) as
+    distinguish it from 1.
     """
     ratio = entry.ratio
     if ratio is None or not entry.printed or entry.answer == "follows":
@@ -255,16 +255,16 @@ LINES: Mapping[str, Callable[[Comparison], str]] = {
     "our range": lambda entry: "" if entry.entry and entry.entry.error else range_text(entry),
     "ours / paper": ratio_text, "answer": attrgetter("answer"),
 }  # fmt: skip
-"""The lines of an entry in a table of text, in order."""
+"""The lines of a comparison in a text table, in order."""
 
 
 # Counts
 
 
 def counts_text(cells: Iterable[Comparison]) -> str:
-    """`3 agree, 8 no test; 14 follow; 30 not run`, of those cells that count among the paper's numbers.
+    """`3 agree, 8 no test; 14 follow; 30 not run`, over cells that count among the paper's numbers.
 
-    What could not have come out otherwise, what no small model answers and what nobody ran are apart.
+    Answers that follow by arithmetic, are not judged or were not run stand apart.
     """
     counts = Counter(cell.answer for cell in cells if cell.counted)
     many = {"agrees": "agree", "follows": "follow", "differs": "differ"}
@@ -285,7 +285,7 @@ def counts_lines(cells: Iterable[Comparison]) -> list[str]:
     return lines or ["nothing counted"]
 
 
-# Everything about some records of an experiment
+# Results of some records of an experiment
 
 T = TypeVar("T")
 
@@ -293,15 +293,15 @@ UNREADABLE = (
     ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError,
     OSError,
 )  # fmt: skip
-"""Errors of an experiment that reads or draws records which another program wrote."""
+"""Errors of an experiment that reads or draws another program's records."""
 MOST_SCREEN = 100
-"""Lines of tables beside the paper's; half as many of a text without its numbers."""
+"""Most lines of a screen; half as many for a text without numbers of the paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Results of some records of one experiment. `comparisons` has one for every entry, and one for every
-    number of the same tables that nobody produced.
+    """Results of some records of one experiment. `comparisons` has one for every result, and one for every
+    unanswered number of the same tables.
     """
 
     records: tuple[Record, ...]
@@ -311,13 +311,13 @@ class Shown:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether any number of ours stands beside one of the paper."""
+        """Whether any of our numbers stands beside one of the paper."""
         return any(cell.ours is not None for cell in self.comparisons)
 
 
 def is_shown_computed(cell: Comparison) -> bool:
-    """Whether `reproduced.text` has shown the number: it is computed, or stands beside one and is not judged.
-    Computed sentences are not in it; what repeats another number need not be shown.
+    """Whether `reproduced.text` shows the number: it is computed, or ran here and is not judged. Computed
+    sentences are not shown there.
     """
     if cell.is_computed:
         return cell.table != SENTENCES or not cell.counted
@@ -325,14 +325,14 @@ def is_shown_computed(cell: Comparison) -> bool:
 
 
 def is_beside(cell: Comparison) -> bool:
-    """Whether it ran here at another size than the paper's, so that it is shown and not judged."""
+    """Whether it ran here at another size than the paper's, so that it is shown but not judged."""
     is_cell = cell.table != SENTENCES and cell.source == "paper" and cell.question == "here"
     return is_cell and cell.entry is not None and bool(cell.entry.context)
 
 
 def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool = False) -> Shown:
-    """The experiment's entries beside the paper's numbers, and its text: a `brief` one has none where there
-    are numbers. Raises RuntimeError where the entries contradict themselves.
+    """The experiment's results beside the paper's numbers, and its text, which a `brief` one lacks if there
+    are numbers. Raises RuntimeError if results contradict each other.
     """
     _, comparisons = judged(experiment, records)
     computed = (
@@ -349,17 +349,17 @@ def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool =
 
 
 def judged(experiment: Experiment, records: Sequence[Record]) -> tuple[list[Result], list[Comparison]]:
-    """The experiment's entries and what they come to; see `shown_of`."""
+    """The experiment's results and their comparisons; see `shown_of`."""
     entries = experiment.cells(records)
     try:
         return entries, compare(entries, whole=experiment.paper_tables)
-    except ValueError as error:  # not the user's mistake, so it must not look like bad usage
+    except ValueError as error:  # no usage error
         raise RuntimeError(f"the cells of {experiment.name} can't be compared") from error
 
 
 def screen(shown: Shown, whole: str) -> str:
-    """A screen of it; `whole` is the command that shows all. Where the paper has no numbers for it, the first
-    tables of its text.
+    """A screen of results; `whole` is the command that shows all. Without numbers of the paper, the first
+    tables of the text.
     """
     if shown.has_numbers:
         others = [cell for cell in shown.comparisons if not (shown.reproduction and is_shown_computed(cell))]
@@ -386,8 +386,8 @@ def _cut(tables: Sequence[str], most: int) -> str:
 
 
 def readable(name: str, show: Callable[[], T]) -> tuple[T | None, str]:
-    """Result of `show`, or why the experiment of that name can't read its records: another program, or a
-    version that was never released, may have written them.
+    """Result of `show`, or why the experiment can't read its records, which another program or an unreleased
+    version may have written.
     """
     try:
         return show(), ""

@@ -34,8 +34,7 @@ Kind: TypeAlias = Literal["ratios of speeds", "speeds", "bytes"]
 Text: TypeAlias = Annotated[str, Meta(pattern=r"\S")]
 Origin: TypeAlias = Annotated[str, Meta(pattern="^(v1|v5|code:|maker:|general:) ")]
 """The source of a setting: a version of the paper, the authors' code, a maker's document or common knowledge,
-with the place.
-"""
+with the place."""
 Way: TypeAlias = Literal["at most", "at least", "within a factor", "about"]
 """How a word of a sentence limits its number."""
 Tables: TypeAlias = Annotated[tuple[Text, ...], Meta(min_length=1)]

@@ -205,8 +205,7 @@ MAX_RUNS = 4  # of one benchmark: a run, its confirmation, and one more for each
 
 MARGIN, CPU_MARGIN = 1.5, 2.0
 """A regression must exceed so many times the difference of identical code, in wall time or, if that is
-inconclusive, in CPU time. In simulations the same code then fails less than once in a hundred.
-"""
+inconclusive, in CPU time. In simulations the same code then fails less than once in a hundred."""
 
 
 class Sample(NamedTuple):

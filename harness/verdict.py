@@ -30,14 +30,12 @@ WORDS: Mapping[Verdict, Answer] = {
 
 Question = Literal["as published", "here"]
 """What is asked of a number: whether our prediction for the paper's accelerators, at the paper's size, gives
-the printed number, or whether the paper's claim holds on this machine.
-"""
+the printed number, or whether the paper's claim holds on this machine."""
 QUESTIONS: tuple[Question, ...] = get_args(Question)
 
 NARROW = (1.25**2 - 1) / (1.25**2 + 1)
 """Largest half-width of an informative range, as a share of its middle: that of a number known to a factor of
-1.25.
-"""
+1.25."""
 
 NO_RECORD = "there is no record of this case"
 

@@ -1,12 +1,12 @@
-"""The one way to time things in turns, and what each process does of a case in which engines take them.
+"""Times variants in turns, and runs a process of a case in which engines are the variants.
 
-Processes live through all rounds, so that neither start-up nor a cold allocator is measured, and every round
-runs all variants there and back in an order drawn anew (`harness/rounds.py`); only numbers of one round are
-set against each other. A case whose control voids it is measured once more with more rounds.
+Processes live through all rounds, so that neither start-up nor a cold allocator is measured. Every round runs
+all variants there and back in a new random order (`harness/rounds.py`); only numbers of the same round are
+compared. A case that its control voids is measured once more with more rounds.
 
-All engines work on the very same layers and mini-batch, and are checked before and after. The bare layers and
-the plain model are engines, too. Where layers wait instead of computing, what is left of a step is the
-schedule and the engine.
+All engines train the same layers on the same mini-batch, and are checked before and after. The bare layers
+and the plain model are engines, too. With layers that wait instead of computing, what remains of a step is
+the schedule's and the engine's time.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from ..paper.results import samples_of
 from ..paper.steps import layer_seconds
 from .trainings import Job
 
-WIDTH = 8  # of a layer that computes next to nothing
-PARTITION_MICROBATCHES = 4  # of the step that times single layers
-TRIAL_S = 60.0  # after which a step of the user's engine counts as hung
-PATIENCE = 10.0  # times the estimate, after which a case with the user's engines is given up
+WIDTH = 8  # width of layers that compute almost nothing
+PARTITION_MICROBATCHES = 4  # in the step that times single layers
+TRIAL_S = 60.0  # seconds after which a step of the user's engine counts as hung
+PATIENCE = 10.0  # times the estimated seconds, after which a case with the user's engines ends
 NO_LIMIT_S = 1e6
 CALIBRATION_STEPS = 2
 
 Steps = Mapping[str, Callable[[], object] | None]
-"""One training step of each variant, or None in a process that has no part in it."""
+"""One training step of each variant; None in a process that has no part in it."""
 
 
 class Found(NamedTuple):
-    """Findings of one process of a case: seconds per step by variant, two samples per round; what the process
-    used meanwhile and how it was set up; and what else there is to tell.
+    """Findings of one process of a case: seconds per step by variant, two samples per round; its CPU usage
+    and settings; and further details.
     """
 
     times: dict[str, list[float]]
@@ -75,15 +75,15 @@ class Found(NamedTuple):
 def take_turns(
     steps: Steps, layers: Sequence[nn.Module], num_rounds: int, seed: int, device: torch.device
 ) -> Found:
-    """Runs in each process of a case: times all variants, which train the same `layers` on `device`.
+    """Times all variants, which train the same `layers` on `device`, in each process of a case.
 
-    All processes must call; each begins every turn with the others and keeps its own times, of which the
-    slowest process's count. Every variant has warmed up.
+    All processes must call. Each begins every turn with the others and keeps its own times; those of the
+    slowest process count. Every variant has been warmed up.
     """
     timed = partial(time_step, layers=layers, device=device)
 
     def repeats(step: Callable[[], object] | None) -> int:
-        """Steps per sample, in every process as many as the slowest needs to fill a sample."""
+        """Steps per sample, in every process as many as the slowest process needs."""
         step_s = torch.tensor([timed(step, repeats=CALIBRATION_STEPS)], dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(step_s, dist.ReduceOp.MAX)
@@ -106,15 +106,15 @@ def side_by_side(
     control: str = "ours",
     again: bool = True,
 ) -> Outcome:
-    """A case in which variants take turns.
+    """The outcome of a case in which variants take turns.
 
     Args:
-        take: what its processes find in so many rounds (`take_turns`)
-        numbers: what that says, given the seconds of the slowest process
-        rounds: of two samples of every variant
-        control: the variant that is set against itself
-        again: measure once more, in `MORE_ROUNDS` as many rounds, where the control voids the case. The
-            second outcome stands, whatever its control says; `details["before"]` says what voided the first
+        take: runs so many rounds and returns the processes' findings (`take_turns`)
+        numbers: makes an outcome from the slowest process's seconds and the findings
+        rounds: rounds, of two samples of every variant
+        control: the variant that is compared with itself
+        again: whether to measure once more, with `MORE_ROUNDS` times the rounds, if the control voids the
+            case. The second outcome is kept in any case; `details["before"]` says what voided the first
     """
 
     def measured(rounds: int) -> Outcome:
@@ -136,8 +136,8 @@ def side_by_side(
 def conditions_of(
     found: Sequence[Found], ratios: Sequence[float], note: str
 ) -> tuple[list[Metric], dict[str, Any]]:
-    """How far a case can be trusted: as metrics the control's ratios and what else ran meanwhile; as facts
-    how the processes were set up, and `void`, why nothing may be judged, where the control says so.
+    """Evidence of a case's validity. Metrics: the control's ratios, CPU time of other programs. Facts: the
+    processes' settings, and `void`, why nothing may be judged, if the control says so.
     """
     control = from_samples("control", ratios, "ratio", note=note)
     others = used_by_others([each.usage for each in found])
@@ -151,7 +151,7 @@ def conditions_of(
 
 
 def work(tell: Tell, job: Job, rounds: int) -> Found:
-    """Runs in each process of a case. RuntimeError where an engine does something else than it should."""
+    """Runs a case in each of its processes. RuntimeError if an engine computes something wrong."""
     layers, batch, target, loss = trained(job)
     layers_s = _seconds(job, layers, loss)
     setups = {name: setup_of(job, layers, layers_s, name) for name in job.engines}
@@ -161,8 +161,8 @@ def work(tell: Tell, job: Job, rounds: int) -> Found:
     first = next(iter(job.engines))
     ours = engines[first]
     assert isinstance(ours, Ours)
-    # The reference needs all layers, since engines may have other stages here. Layers that wait would wait
-    # for all stages in turn, so they have no reference.
+    # The reference needs all layers: engines may have other stages here. Layers that wait would wait one
+    # after another, so they have no reference.
     whole = replace(setups[first], group=None)
     expected = {} if job.chosen.workload == "waiting" else reference(whole, batch, target, loss)
 
@@ -187,10 +187,10 @@ def work(tell: Tell, job: Job, rounds: int) -> Found:
         f"{stage}{kind.value}": mean(samples)
         for (stage, kind), samples in samples_of([ours.timeline]).items()
     }
-    checked()  # still right after all rounds
+    checked()  # still right after all rounds?
     peaks = {}
-    for name, step in steps.items() if job.work.real else ():  # behind the timing, which it must not disturb
-        dist.barrier()  # of those that wait, too
+    for name, step in steps.items() if job.work.real else ():  # after the timing, to not disturb it
+        dist.barrier()  # also for idle processes
         if step is not None:
             peaks[name] = peak_bytes(step, setups[name])
     details = {
@@ -208,8 +208,8 @@ def without(job: Job, names: Container[str]) -> Job:
 
 
 def fault_in(job: Job, name: str) -> Fault | None:
-    """What an engine of the user does wrong, or refuses, in a round beside the first of ours alone, before
-    the others depend on it.
+    """The fault of a user's engine, or its refusal, in a round beside our first engine alone, so that the
+    other engines are not affected.
     """
     pair = without(job, {*job.engines} - {next(iter(job.engines)), name})
     try:
@@ -221,8 +221,8 @@ def fault_in(job: Job, name: str) -> Fault | None:
 
 
 def taken(job: Job, rounds: int, estimate_s: float) -> tuple[list[Found], dict[str, Fault]]:
-    """Findings of a case's processes, and the faults of the user's engines: where a run with them fails
-    after all, the others are measured once more without any of them.
+    """The findings of a case's processes, and faults of the user's engines. If a run with them fails, the
+    others are measured again without them.
     """
     try:
         return isolated(job, rounds, TRIAL_S + PATIENCE * estimate_s if job.own else NO_LIMIT_S), {}
@@ -234,12 +234,12 @@ def taken(job: Job, rounds: int, estimate_s: float) -> tuple[list[Found], dict[s
 
 
 def isolated(job: Job, rounds: int, timeout_s: float) -> list[Found]:
-    """What `work` finds in each process of a case. IsolatedError where it fails, or takes too long."""
+    """The findings of `work` in each process. IsolatedError if it fails or takes too long."""
     return run_isolated(work, job.num_processes, job, rounds, timeout_s=timeout_s, device=job.chosen.device)
 
 
 def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
-    """Layers, mini-batch, targets and loss; the same in every process."""
+    """Layers, mini-batch, targets and loss, equal in all processes."""
     torch.manual_seed(job.seed)
     size, device = job.work.microbatch_size * job.chosen.num_microbatches, devices.current(job.chosen.device)
     name, loss = job.work.model, cast(LossFn, nn.functional.mse_loss)
@@ -253,7 +253,7 @@ def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
 
 
 def setup_of(job: Job, layers: Sequence[nn.Module], layers_s: Sequence[float], name: str) -> Setup:
-    """Setup of a variant in this process: as many stages as the case has, or as its engine is made for."""
+    """The setup of a variant in this process, with the case's number of stages or the engine's own."""
     engine, remat = job.engines[name]
     place = () if job.chosen.in_process else placement_of(engine)
     return Setup(
@@ -263,7 +263,7 @@ def setup_of(job: Job, layers: Sequence[nn.Module], layers_s: Sequence[float], n
 
 
 def _seconds(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Sequence[float]:
-    """Seconds or equal weights of the layers, by which they are cut."""
+    """The layers' costs for the partition: seconds, or equal weights."""
     if not (job.work.real and job.chosen.device == "cpu"):
         return [1.0] * len(layers)
     count, (_, remat) = PARTITION_MICROBATCHES, next(iter(job.engines.values()))
@@ -272,8 +272,8 @@ def _seconds(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Sequence[fl
 
 
 def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:
-    """Most bytes that a step's operations have alive at a time in this process. None where that is less than
-    the gradients, which it surely makes: then the operations run in threads of its own.
+    """Peak bytes of a step's operations in this process. None if that is less than the gradients, which must
+    exist: then the engine's operations run in other threads and are not seen.
     """
     clear(setup.layers)
     with LiveMemory() as memory:
@@ -285,12 +285,12 @@ def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:
     return peak if peak >= least else None
 
 
-# Baselines for an engine's own cost
+# Baselines of an engine's own cost
 
 
 class Plain:
-    """The plain model in this process, micro-batch by micro-batch. The mini-batch is divided once, since
-    steps alone are timed.
+    """The plain model in this process, micro-batch by micro-batch. The mini-batch is divided once; only steps
+    are timed.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -311,7 +311,7 @@ class Plain:
 
 
 class PlainAlone(Plain):
-    """The plain model in the first process, while the others wait."""
+    """The plain model in the first process; other processes wait."""
 
 
 def is_idle(engine: object) -> bool:
@@ -319,8 +319,8 @@ def is_idle(engine: object) -> bool:
 
 
 class Bare(Plain):
-    """Runs this process's layers alone: the same micro-batches and recomputations, no engine, no messages.
-    Where they are one stage of several, that stage's inputs and gradients are made up.
+    """Runs only this process's layers, with the same micro-batches and recomputations, but no engine and no
+    messages. Inputs and gradients of one stage of several are made up.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -358,11 +358,11 @@ class Bare(Plain):
             (loss_fn(self.model(inputs), wanted) / self.count).backward()  # type: ignore[no-untyped-call]
 
 
-# Layers that wait. On two cores four workers cannot compute side by side, but they can wait side by side. A
-# waiting layer takes a fixed time forward and back, each gradient is there when its layer's time is over. A
-# step should then take what the replay of the same slots says; what it takes more is the engine's.
+# Layers that wait. On two cores four workers cannot compute in parallel, but they can wait in parallel. A
+# waiting layer takes a fixed time forward and backward. A step should then take as long as the replay of the
+# same slots; the rest is the engine's time.
 
-# A sleep ends up to so much later than asked for; the last bit is waited for awake.
+# A sleep may end so much late; the rest is a busy wait.
 _LATE_S = 0.3e-3
 
 
@@ -388,7 +388,7 @@ class _Waited(torch.autograd.Function):
 
 
 class Waiting(nn.Module):
-    """Multiplies by its one parameter, and takes as long, forward and back."""
+    """Multiplies by a parameter and waits, forward and backward."""
 
     def __init__(self, wait_s: float) -> None:
         super().__init__()
@@ -403,4 +403,4 @@ MADE_UP: dict[str, Callable[..., list[nn.Module]]] = {
     "waiting": lambda num_layers, wait_s: [Waiting(wait_s) for _ in range(num_layers)],
     "linear": lambda num_layers: [nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)],
 }
-"""Models that compute next to nothing: builders of their layers."""
+"""Builders of layers that compute almost nothing."""

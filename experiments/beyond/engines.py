@@ -1,17 +1,17 @@
-"""Engines side by side, in interleaved runs: ours, torch.distributed.pipelining, torchgpipe, the user's, and
-the bare layers, which are what an engine's own cost is measured against.
+"""Compares the speed of engines: ours, torch.distributed.pipelining, torchgpipe, the user's, and the bare
+layers, a baseline for an engine's own cost.
 
-Expected: without re-materialization the engines take the same time to within a few percent; with it, ours is
-ahead, since it recomputes while it waits for the gradient. The machine should have nothing else to do:
+Expected: without re-materialization engines take the same time to within a few per cent; with it, ours is
+faster, since it recomputes while it waits for the gradient. The machine should be otherwise idle:
 
     python -m experiments run engines
     python -m experiments run engines --engine my_engine:MyEngine,my_engine:Another
     python -m experiments run engines --device cuda    the same on GPUs, a process for each
 
-All engines of a case get the same layers, batch, micro-batches, precision and partition; before and after the
-timing each is checked for what it really did (`engines/checks.py`). The user's are tried first, each beside
-ours with a limit of time: one that raises, hangs or leaves wrong gradients is a row with its error, and the
-others are measured without it.
+All engines of a case get the same layers, batch, micro-batches, precision and partition, and take turns; each
+is checked before and after (`engines/checks.py`). The user's are first tried beside ours, with a time limit:
+one that raises an error, hangs or leaves wrong gradients becomes a row with its error, and the others are
+measured without it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ if TYPE_CHECKING:
 
 SAME_SCHEDULE = (("ours-1f1b", "torch-1f1b"), ("interleaved", "torch-interleaved"), ("zb-v", "torch-zb-v"))
 SPEED, SHARE, COST = "speed", "share of the ideal step", "over the bare layers"
-START_S = 8.0  # until all processes are up and the engines checked
+START_S = 8.0  # seconds until processes have started and engines are checked
 MIN_ACTION_MS = 5.0
 LEAST_ROUNDS = 5
-"""Fewest rounds for a 95 % interval. One of two rounds holds the truth every second time, one of three
-three times in four; so one engine under two names often looked like two in a smoke run.
-"""
+"""Fewest rounds for a 95 % interval. An interval of two rounds holds the true value in half of all cases, of
+three in three quarters; so in smoke runs one engine under two names often looked like two."""
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -97,8 +96,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def numbers(job: Job, faults: Mapping[str, Fault], times: Times, found: Sequence[Found]) -> Outcome:
-    """Outcome of a case from what its processes found, and from the faults of the user's engines, which have
-    no numbers. The case has failed unless these only refuse it.
+    """The outcome of a case from its processes' findings and the faults of the user's engines, which get no
+    numbers. The case fails unless these engines only refuse it.
     """
     metrics = [
         from_samples("step", [1e3 * s for s in samples], "ms", key={"engine": name})
@@ -129,7 +128,7 @@ def numbers(job: Job, faults: Mapping[str, Fault], times: Times, found: Sequence
         "engines": {
             name: {"engine": engine, "remat": remat} for name, (engine, remat) in job.engines.items()
         },
-        "checks": [each.details["checks"] for each in found],  # what each really did, by process
+        "checks": [each.details["checks"] for each in found],  # by process
         "refused": {name: reason.removeprefix("ValueError: ") for name, reason in refused.items()},
         "partition": [[span.start, span.stop] for span in first["partition"]],
         "actions_ms": actions_ms,
@@ -145,8 +144,8 @@ def numbers(job: Job, faults: Mapping[str, Fault], times: Times, found: Sequence
 
 
 def _against_layers(job: Job, times: Times) -> list[Metric]:
-    """Cost of an action over the layers' own time, and how near a step comes to what its schedule would
-    take with the actions of the bare layers or of the sequential model.
+    """The cost of an action beyond the bare layers' time, and a step's share of the time that its schedule
+    would take with the actions of the bare layers or of the sequential model.
     """
     from gpipe_bench.pipeline.plan.named import gpipe
     from gpipe_bench.pipeline.plan.schedule import Kind
@@ -175,11 +174,11 @@ def _against_layers(job: Job, times: Times) -> list[Metric]:
     return found
 
 
-# Every engine's numbers, and what was asked of them
+# Tables
 
 
 def tables(records: Sequence[Record]) -> str:
-    """One block per case, then what holds for all."""
+    """A table for each case, then notes on all of them."""
     if not records:
         return "Engines side by side: nothing on record"
     heading = "Engines side by side, float32, one thread per process (measured)"
@@ -227,7 +226,7 @@ def _compared(record: Record, ratio: Metric) -> str:
 
 
 def _pairs(record: Record, word: str) -> list[str]:
-    """Lines about each of the user's engines against every other one, and of ours against torch's."""
+    """Compares each of the user's engines with every other engine, and ours with torch's."""
     chosen = configuration_of(record.case)
     known = chosen.engines if chosen is not None else ()
     pairs = [pair for pair in itertools.combinations(record.details["engines"], 2) if pair[1] not in known]
@@ -241,7 +240,7 @@ def _pairs(record: Record, word: str) -> list[str]:
 
 
 def speed_of(record: Record, engine: str, against: str) -> Metric | None:
-    """How many times as fast an engine is as another one, whichever of the two is on record."""
+    """How many times as fast an engine is as another, from either order on record."""
     found = record.metric(SPEED, engine=engine, against=against)
     inverse = record.metric(SPEED, engine=against, against=engine)
     if found is not None or inverse is None or not inverse.value:
@@ -251,7 +250,7 @@ def speed_of(record: Record, engine: str, against: str) -> Metric | None:
 
 
 def _state(record: Record) -> tuple[str, str]:
-    """Whether anything of the case may be judged, in words, and a sentence about it; see `state_of`."""
+    """A case's state in a word and a sentence (`state_of`); in smoke runs also "too few rounds"."""
     control = record.metric("control")
     if record.profile == "smoke" and control is not None and len(control.samples) < LEAST_ROUNDS:
         return "too few rounds", (
@@ -262,7 +261,7 @@ def _state(record: Record) -> tuple[str, str]:
 
 
 def _peak(record: Record, name: str) -> str:
-    """`1.20, 0.81`: of every process."""
+    """Peak MiB of each process: `1.20, 0.81`."""
     peaks = [each for each in record.metrics if each.name == "peak memory" and each.key["engine"] == name]
     return ", ".join(
         "not seen" if each.value is None else f"{convert(each.value, each.unit, 'MiB'):.2f}" for each in peaks
@@ -270,7 +269,7 @@ def _peak(record: Record, name: str) -> str:
 
 
 def _trust(record: Record) -> str:
-    """How far this case's numbers can be trusted, in one line."""
+    """Evidence of a case's validity, in one line."""
     action, parts = record.metric("shortest action"), trust_of(record)
     if action is not None and action.value is not None:
         short = "" if action.value >= MIN_ACTION_MS else f", below {MIN_ACTION_MS:g} ms: overheads show"

@@ -1,11 +1,11 @@
-"""What a pipeline and data parallelism send in a step, by the shapes of a model, and as counted.
+"""Compares the bytes that a pipeline and data parallelism send in a step, from shapes and counted.
 
-Expected: a pipeline sends a small part of what replicas send for Transformers, and not for small AmoebaNets.
+Expected: a pipeline sends a small part of what replicas send for Transformers, but not for small AmoebaNets.
 
     python -m experiments run grid
 
-By shape at the paper's sizes: boundary activations and their gradients, and the gradient of every parameter
-around a ring, twice. Counted on two processes of a small model: what each wrote in a step (/proc/self/io).
+From shapes, at the paper's sizes: boundary activations and their gradients; and all parameters' gradients
+twice around a ring. Counted, on two processes with a small model: bytes written in a step (/proc/self/io).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..paper.workloads import Workload
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
 MICROBATCHES = 4
-COUNTED_STEPS = 3  # two before them do not count
+COUNTED_STEPS = 3  # after two steps that do not count
 RATIO = "pipeline over data parallelism"
 LANGUAGE, IMAGES = "transformer-lm", "amoebanet-d"
 
@@ -48,7 +48,7 @@ WORKLOADS = {
     ),
     (COUNTED, "AmoebaNet-D (3, 32)"): Workload("AmoebaNet-D (3, 32), 2 processes", IMAGES, _SMALL_IMAGES, 8),
 }
-"""By what is done and the model's name; titles are columns in results/paper.csv."""
+"""By part and model; titles are columns in results/paper.csv."""
 RANKS = {MODELLED: 4, COUNTED: 2}
 SMOKE = ((MODELLED, "AmoebaNet-D (3, 32)"), (COUNTED, "Transformer-6"))
 SECONDS = {MODELLED: 2.0, COUNTED: 15.0}
@@ -56,7 +56,7 @@ ANSWERS: dict[str, tuple[Question, str]] = {
     MODELLED: ("as published", "by shape"),
     COUNTED: ("here", "as its process wrote them"),
 }
-"""By part: the question that it answers, and how."""
+"""By part: the question it answers, and how the bytes were found."""
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -70,8 +70,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def by_shape(work: Workload) -> Outcome:
-    """Nothing of the model's size is allocated. Whatever computes the attention, its operations are those of
-    the written one.
+    """Computes bytes from shapes, without allocating the model. Operations are counted for explicit
+    attention.
     """
     from ..paper.full_size import FullSize
 
@@ -80,7 +80,7 @@ def by_shape(work: Workload) -> Outcome:
     every = range(len(full.layers))
     ahead = [full.sent_bytes(layer, 1, "float32") for layer in every]
     back = [full.returned_bytes(layer, 1, "float32") for layer in every]
-    # It is not stated which cost balances the stages; one stack's maps are twice as large as the next one's.
+    # The page does not say what balances stages; maps of one stack are twice as large as the next one's.
     cuts = {"operations": full.flops(1), "parameters": full.parameters, "layers": [1 for _ in every]}
     sent = {
         by: work.batch_size * pipeline_bytes(ahead, back, RANKS[MODELLED], costs)
@@ -92,8 +92,8 @@ def by_shape(work: Workload) -> Outcome:
 
 
 def pipeline_bytes(ahead: Sequence[int], back: Sequence[int], num_stages: int, costs: Sequence[float]) -> int:
-    """Bytes for an example that the stage sends which sends most, with stages of equal costs as far as cuts
-    allow, where each layer hands on so many `ahead` and gets so many `back`.
+    """Bytes per example of the stage that sends most, with stages balanced by `costs`; each layer sends
+    `ahead` bytes on and gets `back` bytes back.
     """
     ends = [stage.stop - 1 for stage in partition(costs, num_stages)[:-1]]
     forward = [ahead[end] for end in ends] + [0]  # the last stage sends no activations
@@ -102,12 +102,12 @@ def pipeline_bytes(ahead: Sequence[int], back: Sequence[int], num_stages: int, c
 
 
 def replica_bytes(gradients: int, replicas: int) -> int:
-    """Bytes that each replica sends in a step: once round the ring for the sum, once for what it comes to."""
+    """Bytes that each replica sends in a step: once around the ring for the sum, once for its result."""
     return 2 * (replicas - 1) * gradients // replicas
 
 
 def counted(work: Workload) -> Outcome:
-    """Counts the bytes that left each process, beside those computed from shapes."""
+    """Counts the bytes that each process wrote, beside those computed from shapes."""
     from ..paper.steps import run_processes
 
     of_ranks = run_processes(count, RANKS[COUNTED], work)
@@ -116,7 +116,7 @@ def counted(work: Workload) -> Outcome:
 
 
 def count(work: Workload) -> dict[str, int]:
-    """Bytes that this process wrote in a step, as a stage and as a replica; every rank of a case runs it."""
+    """Bytes that this process writes in a step, as a stage and as a replica; every rank runs it."""
     import torch
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -134,7 +134,7 @@ def count(work: Workload) -> dict[str, int]:
                 pipeline.step(batch, target, work.loss())
                 pipeline.zero_grad()
                 counts.append(_written_bytes())
-            # Before, connections are made and forms agreed upon.
+            # The first steps also connect processes and exchange shapes.
             found[way] = sorted(map(int.__sub__, counts[3:], counts[2:-1]))[COUNTED_STEPS // 2]
             expected = torch.zeros(1, dtype=torch.int64)
             if way == "dp":

@@ -1,15 +1,15 @@
-"""Whether a plan is right: predicted before, run after, and the choice's regret.
+"""Tests the planner: predicts steps, runs them, and computes the regret of its choice.
 
-Expected: on two processes of a quiet machine the predicted steps are within a few percent of those that ran,
-in the same order, and the configuration that the plan puts first is the fastest of those that ran or nearly.
-About half an hour on two laptop cores, which should have nothing else to do:
+Expected: on two processes of an idle machine, predicted steps are within a few per cent of measured ones and
+in the same order, and the plan's first configuration is the fastest that ran, or nearly. About half an hour
+on two laptop cores:
 
     python -m experiments run plan
 
-The best five of each plan run, and five others (`plan_steps.py`). Steps that others measured on many
-accelerators (results/published-steps.toml) are predicted as they were stated, from a roofline and nominal
-links: every number is modelled and has the range of the share of the peak. Of a sweep, ways to train one
-model on one cluster that somebody tried in turn, a plan needs the right order alone.
+The best five configurations of each plan run, and five others (`plan_steps.py`). Steps that others measured
+on many accelerators (results/published-steps.toml) are predicted as they were stated, from a roofline and
+nominal links: modelled numbers, whose range is that of the share of the peak. Of a sweep (ways to train one
+model on one cluster, which others tried in turn) a plan only needs the right order.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return plan_steps.run(planned, options.seed, options.device)
 
 
-# Comparison of predictions with measurements, its summary, and the rules that it should meet
+# Predictions compared with measurements, their summary, and rules for it
 
 RULES = (
     ("configurations that ran, not void", "configurations", ">=", 30),
@@ -82,13 +82,13 @@ RULES = (
     ("regret, median over models", "median_regret", "<=", 0.03),
     ("regret, worst of a model", "worst_regret", "<=", 0.03),
 )
-"""Numbers of `found` and their bounds: for two cores, over all configurations of all models that are not
-void, and asked before any prediction was compared with a step."""
+"""Bounds of numbers in `found`, for two cores and all configurations that are not void, fixed before any
+prediction was compared."""
 
 
 def ran(records: Sequence[Record]) -> DataFrame:
-    """A row for each configuration that ran, in the order of its plan: milliseconds that were predicted and
-    measured, and the error of the prediction, with its sign.
+    """A row for each configuration that ran, in the order of its plan: predicted and measured milliseconds,
+    and the prediction's signed error.
     """
     from pandas import DataFrame
 
@@ -114,8 +114,8 @@ def ran(records: Sequence[Record]) -> DataFrame:
 
 
 def choices(ran: DataFrame) -> DataFrame:
-    """For each model: Spearman's rank correlation of what was predicted with what was measured (0 where all
-    are equal), and the regret, how much longer the one predicted to be the fastest took than the fastest.
+    """For each model: Spearman's rank correlation of predicted and measured times (0 if one is constant), and
+    the regret, how much longer the configuration predicted to be fastest took than the fastest.
     """
     models = ran.groupby("model", sort=False)
     first = ran.loc[models.predicted.idxmin()].set_index("model").measured
@@ -125,7 +125,7 @@ def choices(ran: DataFrame) -> DataFrame:
 
 
 def found(ran: DataFrame) -> dict[str, float]:
-    """All that the rules are about, over everything that is not void."""
+    """The numbers that the rules bound, over all that is not void."""
     own, errors = choices(ran), ran.error.abs()
     return {
         "configurations": len(ran), "models": len(own), "median_error": errors.median(),
@@ -135,7 +135,7 @@ def found(ran: DataFrame) -> dict[str, float]:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """The rules, a block for each model, and what others measured."""
+    """The rules, a table for each model, and others' steps."""
     steps_ran = ran(records)
     judged = steps_ran[~steps_ran.void] if len(steps_ran) else steps_ran
     grids = [
@@ -198,14 +198,14 @@ def _model(record: Record, ran: DataFrame) -> Table:
     )  # fmt: skip
 
 
-# What ran on two processes, drawn
+# Figure
 
-BAND = 0.12  # the worst error that was asked for, either way
+BAND = 0.12  # the bound of the worst error, up and down
 TICKS_MS = (5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """The picture, where any ran and was not void."""
+    """The figure, if there is a record that is not void."""
     shown = picture(
         name="plan-predicted",
         caption="Steps that ran on two processes against their predictions, made before any of them ran",
@@ -220,7 +220,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 
 
 def _draw(records: Sequence[Record]) -> Figure:
-    """Both axes in milliseconds, logarithmic: shards take several times as long."""
+    """Both axes are logarithmic, in milliseconds: sharded steps take several times as long."""
     import seaborn
     from matplotlib.figure import Figure
 
@@ -249,19 +249,19 @@ def _draw(records: Sequence[Record]) -> Figure:
 # Steps that others measured
 
 PATH = PUBLISHED / "published-steps.toml"
-HOST = 8  # accelerators of a host, in all of them
+HOST = 8  # accelerators per host, in all of them
 RECOMPUTED = {0.0: "never", 0.5: "selective", 1.0: "blocks"}
-"""What `--remat` calls a share of recomputation."""
+"""Name in `--remat` of a share of recomputation."""
 MEMORY_ERROR = 0.1
-"""What a predicted peak may be away from a published one, for the allocator's fragments and for whether a
-selective checkpoint keeps every product or every second one: fixed before any of them was predicted."""
+"""Allowed relative error of a predicted peak, for fragmentation and for what a selective checkpoint keeps;
+fixed before any was predicted."""
 INSIDE_SHARE, MOST_WIDTH = 0.75, 1.6
-"""The share of the steps that is asked to lie in its predicted range, and how wide that may be at most, its
-upper end over its lower end: fixed before any of them was predicted."""
+"""Least share of steps within their predicted range, and largest ratio of its ends; fixed before any was
+predicted."""
 
 
 def as_stated(costs: Costs, request: Request, way: Way, remat: str) -> Prediction:
-    """A way, cut evenly by the work of layers; its bytes are counted where the costs have profiles."""
+    """Predicts a way whose partition balances work; bytes are counted if the costs have profiles."""
     seconds = costs.at(way.microbatch_size).layers_s
     ahead_s, back_s = seconds[forward_kind(seconds)], seconds["B"]
     cut = partition([a + b for a, b in zip(ahead_s, back_s, strict=True)], way.num_stages)
@@ -271,7 +271,7 @@ def as_stated(costs: Costs, request: Request, way: Way, remat: str) -> Predictio
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A row of the file, which says what each of them is."""
+    """A published step: a row of results/published-steps.toml, which describes the fields."""
 
     name: str
     source: str
@@ -322,7 +322,7 @@ class Step:
         return replace(built(self.name, builder, options, self.batch_size), attention=self.attention)
 
     def predicted(self) -> tuple[float, float, float]:
-        """Seconds of the step, and the ends of its range."""
+        """Predicted seconds of the step, and the ends of their range."""
         costs, request, way = self._costs()
         costs = replace(costs, profiles=None)
         none, every = (as_stated(costs, request, way, remat) for remat in ("never", "always"))
@@ -333,7 +333,7 @@ class Step:
         return middle, low, high
 
     def peak_gib(self) -> float:
-        """Peak of the fullest accelerator, with the recomputation that `plan` has a name for."""
+        """Largest peak of an accelerator, for recomputation that `plan` has a name for."""
         return as_stated(*self._costs(), RECOMPUTED[self.recomputed]).peak / 2**30
 
     def _costs(self) -> tuple[Costs, Request, Way]:
@@ -360,7 +360,7 @@ def steps() -> tuple[Step, ...]:
 
 @cache
 def sweeps() -> dict[str, tuple[Step, ...]]:
-    """The sweeps in results/published-steps.toml: ways of one cluster, by the sweep's name."""
+    """The sweeps in results/published-steps.toml, by name: steps of one model on one cluster."""
     rows = tomllib.loads(PATH.read_text(encoding="utf-8")).get("sweep", ())
     return {row["name"]: tuple(Step(**row | way) for way in row.pop("ways")) for row in rows}
 
@@ -384,7 +384,7 @@ def run_published(named: Sequence[tuple[str, Step]]) -> Outcome:
 
 
 def _published(record: Record) -> Table:
-    """Each step beside the range that is predicted of it."""
+    """Each step beside its predicted range."""
     rows, lines = record.details["steps"], []
     inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
     widest = max(row["high_s"] / row["low_s"] for row in rows)
@@ -412,8 +412,8 @@ def _published(record: Record) -> Table:
 
 
 def _sweeps(record: Record) -> Table:
-    """Whether the fastest way of others was the one that is predicted to be; seconds an example, since ways
-    of one sweep may have had different mini-batches.
+    """Whether the way predicted to be fastest was the fastest; in seconds per example, since ways of a sweep
+    may differ in mini-batch.
     """
     from pandas import DataFrame
 

@@ -1,10 +1,9 @@
-"""A case that plans and runs: layers are timed on two processes, all ways predicted, and ten of them run.
+"""Runs a case of `plan`: times layers on two processes, predicts all ways to train, and runs ten of them.
 
-Ranked is what the search of `plan` lays out among ways that two processes can take, for each kind of
-re-materialization alone, because with all the memory that there is it would recompute nothing. The best five
-run, and five others that lie evenly in the rest. The plan is made before any of them has taken a step. Then
-they take turns, and before and after each step stands the reference step of the probes: a prediction is for a
-machine as fast as it was when the layers were timed.
+Ranked are the ways that the planner's search finds for two processes, for each kind of re-materialization
+separately, because without a memory limit it would recompute nothing. The best five run, and five others
+spread evenly over the rest. The plan is made before any of them runs. They take turns, and the probes'
+reference step runs before and after each step: a prediction holds for a machine as fast as during the probes.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ from .trainings import BY_THE_CLOCK, PREDICTED, STEP, Planned
 
 NUM_WORKERS = 2
 SEED = 1811
-MEMORY_BYTES = 2**40  # no cap: what is asked is time
+MEMORY_BYTES = 2**40  # no cap: only time matters here
 MOST_DRIFT = 2.0
-"""A core that runs at less than half or more than double the speed of the probes makes a case void."""
+"""A core whose speed is less than half or more than double that of the probes voids the case."""
 WAYS = (
     ("gpipe", 1, "never"), ("gpipe", 1, "always"), ("gpipe", 1, "except_last"), ("1f1b", 1, "never"),
     ("1f1b", 1, "always"), ("zb-h1", 1, "never"), ("zb-h2", 1, "never"), ("interleaved", 2, "never"),
@@ -58,7 +57,7 @@ WAYS = (
 )  # fmt: skip
 """Schedule, stages per worker, re-materialization."""
 REPLICATED = (("1f1b", "never"), ("1f1b", "always"))
-"""The same of two replicas of the whole model, which is one stage each; in 1F1B they hold the least."""
+"""Schedule and re-materialization of two replicas with one stage each; 1F1B keeps the least memory."""
 
 
 def run(planned: Planned, seed: int, device: str) -> Outcome:
@@ -78,7 +77,7 @@ def run(planned: Planned, seed: int, device: str) -> Outcome:
 
 
 def work(planned: Planned, seed: int, device: str) -> Found:
-    """Runs in each process: times the layers, plans, and only then runs what the plan has ranked."""
+    """Runs in each process: times the layers, plans, and then runs what the plan has ranked."""
     torch.manual_seed(seed)
     sizes = tuple(sorted(planned.batch_size // number for number in planned.numbers))
     bench = Bench(ProbeJob(planned.source, sizes, planned.rounds, planned.optimizer, seed, device))
@@ -106,22 +105,22 @@ def work(planned: Planned, seed: int, device: str) -> Found:
         each.pipeline.close()
     details = {
         "costs": replace(costs, profiles=None), "ranking": ranking,  # the same in all processes
-        "places": places,  # of those that ran, in the ranking
+        "places": places,  # ranks of those that ran
         "speeds": {name: each.speeds() for name, each in runs.items()},
         "probes_s": probes_s, "plan_s": plan_s,
-        "drift": median(bench.references[first:]) / bench.reference_s,  # in the rounds over the probes
+        "drift": median(bench.references[first:]) / bench.reference_s,  # rounds over probes
     }  # fmt: skip
     times = {name: [seconds for _, seconds in each.taken] for name, each in runs.items()}
     return Found(times, used, conditions(), details)
 
 
 class _Run:
-    """A candidate over all processes."""
+    """A candidate, run by all processes."""
 
     def __init__(self, bench: Bench, prediction: Prediction) -> None:
         candidate = prediction.candidate
         schedule = candidate.rows()
-        # torch divides parameters in place, and for good.
+        # torch shards parameters in place, for good.
         layers = bench.fresh_layers() if candidate.grid.fsdp > 1 else bench.layers
         self.pipeline, self._step = bench.pipeline(
             schedule, candidate.microbatch_size, candidate.cut,
@@ -134,24 +133,24 @@ class _Run:
         self.taken: list[tuple[int, float]] = []
 
     def step(self) -> float:
-        """One step and the optimizer's, in seconds of this process."""
+        """Seconds of one step with the optimizer's, in this process."""
         seconds = time_step(self._step, self.trained.layers, device=self.bench.device)
         start_s = perf_counter()
         self.trained.update(self._mine, self.bench.device)
         return seconds + perf_counter() - start_s
 
     def take(self) -> None:
-        """A step that counts, between two references."""
+        """Runs a step that counts, between two references."""
         self.taken.append((len(self.bench.references) - 1, self.step()))
 
     def speeds(self) -> list[float]:
-        """How many times as long as in the probes the reference took around each step."""
+        """The reference's duration around each step, relative to the probes."""
         return [self.bench.speed(before, self.bench.reference_s) for before, _ in self.taken]
 
 
 def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, Any]:
-    """Arguments of `Pipeline` about processes: a pipeline over all of them, or a replica or a share in
-    each; all must call.
+    """The arguments of `Pipeline` for processes: a pipeline over all, or a replica or shards in each; all
+    must call.
     """
     if candidate.grid.fsdp > 1:
         return sharded_over(candidate.grid.fsdp, candidate.grid.fsdp_level, device_type)
@@ -169,25 +168,25 @@ def request_of(costs: Costs, planned: Planned) -> Request:
 
 
 def ranked(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Prediction]:
-    """Predictions of all that the search lays out, the fastest first. The costs have profiles, because the
-    search asks what fits.
+    """Predictions of all candidates that the search finds, fastest first. Costs have profiles, because the
+    search checks memory.
     """
-    alone = replace(costs, profiles=None)  # seconds are asked of a prediction, bytes of another case
+    alone = replace(costs, profiles=None)  # without profiles only seconds are predicted
     found = [predict(each, alone, request, parts=False) for each in searched(costs, request, numbers)]
     return sorted(found, key=lambda each: each.step_s)
 
 
 def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Candidate]:
-    """Candidates that the search of `plan` finds among `WAYS` and `REPLICATED` alone, each with its best cut
-    and with every number of micro-batches in `numbers`, of which replicas have their shares. Equal ones once.
+    """The planner's candidates among `WAYS` and `REPLICATED`, each with its best partition and with every
+    number of micro-batches in `numbers`, of which each replica has its share. Equal ones count once.
     """
     shares = tuple(sorted({number // NUM_WORKERS for number in numbers if number % NUM_WORKERS == 0}))
-    found: dict[Any, Candidate] = {}  # by rows and cuts: with few micro-batches some schedules are the same
+    found: dict[Any, Candidate] = {}  # by rows and partition: some schedules are equal for few micro-batches
     for remat in REMAT_MODES:
         for pp, ways, counts in ((NUM_WORKERS, WAYS, tuple(numbers)), (1, REPLICATED, shares)):
             schedules = tuple(name for name, *_, what in ways if what == remat)
             if not schedules or not counts or (pp == 1 and not costs.parameter_bytes):
-                continue  # of replicas nothing is known of what they would sum
+                continue  # the size of replicas' sums is not known
             space = Space(schedules=schedules, microbatches=counts, pp=(pp,), remats=(remat,), fewer=False)
             for each in Search(costs, request, space).run(kept=None, of_each=lambda way: way):
                 one = each.candidate
@@ -199,8 +198,8 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
 
 
 def to_run(ranking: Sequence[Prediction], chosen: int, others: int) -> list[int]:
-    """The places in the ranking, from 0, of the candidates that run: the first ones, others evenly from the
-    rest, the last one among them, and the best of replicas and of each level of shares that is missing.
+    """The ranks, from 0, of the candidates to run: the first ones, others spread evenly to the last, and the
+    best replicas and the best of each ZeRO level if missing.
     """
     rest = range(min(chosen, len(ranking)), len(ranking))
     found = {*range(rest.start), *(rest if len(rest) <= others else ())}
@@ -226,7 +225,7 @@ def title(candidate: Candidate) -> str:
 
 
 def numbers(planned: Planned, found: Sequence[Found]) -> tuple[list[Metric], dict[str, Any]]:
-    """Steps of each configuration, predicted and taken, the control, and details of the plan."""
+    """Metrics: each configuration's predicted and measured steps, and the control; details of the plan."""
     first = found[0].details
     costs, ranking = first["costs"], first["ranking"]
     request, clock = request_of(costs, planned), slowest([each.times for each in found])
@@ -238,7 +237,7 @@ def numbers(planned: Planned, found: Sequence[Found]) -> tuple[list[Metric], dic
         key: dict[str, Scalar] = {"configuration": name}
         layout = Layout(prediction.candidate, costs, request)
         plain_s = float(layout.timeline().makespan_s)
-        # Workers that were slower around a step make the replayed one longer, and the real one too.
+        # Slower workers around a step lengthen the replayed step as they do the real one.
         around = zip(*(each.details["speeds"][name] for each in found), strict=True)
         steps[name] = [
             step_s * plain_s / float(layout.timeline(speeds).makespan_s)
@@ -274,7 +273,7 @@ def numbers(planned: Planned, found: Sequence[Found]) -> tuple[list[Metric], dic
     }
 
 
-# Models of one's own, as users bring them
+# Models as users write them
 
 Built = tuple[Sequence[nn.Module], Tensor, Tensor, Callable[[Any, Tensor], Tensor]]
 """Layers, inputs, target and loss."""
@@ -283,7 +282,7 @@ WIDTHS = (48, 48, 64, 64, 96, 96, 128, 128, 96, 64)
 
 
 class Mixing(nn.Module):
-    """Mixes places, then channels, and changes the width."""
+    """An MLP-Mixer block: mixes places, then channels, and changes the width."""
 
     def __init__(self, width: int, next_width: int) -> None:
         super().__init__()
@@ -301,7 +300,7 @@ class Mixing(nn.Module):
 
 
 def mixer() -> Built:
-    """A model whose blocks are not alike, so that cutting is not counting."""
+    """A model with unequal blocks, whose best partition has unequal numbers of blocks."""
     first = nn.Sequential(nn.Conv2d(3, WIDTHS[0], PATCH, PATCH), nn.Flatten(2), _Transposed())
     blocks = [Mixing(*widths) for widths in zip(WIDTHS, (*WIDTHS[1:], WIDTHS[0]), strict=True)]
     head = nn.Sequential(nn.LayerNorm(WIDTHS[0]), _Mean(), nn.Linear(WIDTHS[0], CLASSES))

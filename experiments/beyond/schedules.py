@@ -1,14 +1,14 @@
-"""Schedules beyond GPipe's: what others published of them, and all of them side by side.
+"""Schedules beyond GPipe's: others' published numbers, and all schedules side by side.
 
-Expected: published bubble rates follow to the last digit from the times that are printed with them; at equal
-costs zero bubble in a V needs the least time, V-Min the least memory without recomputation.
+Expected: published bubble rates follow to the last digit from the times printed with them; at equal costs
+zero bubble in a V needs the least time, V-Min the least memory without recomputation.
 
     python -m experiments run schedules
 
 Published numbers are rows of results/published-schedules.csv. Qi et al. (Zero Bubble Pipeline Parallelism,
-arXiv 2401.10241) print the seconds of all actions and messages, and the idle share of a worker's time:
-(cost - m (F + B + W)) / cost, where the cost is the longest span of a worker. So the replay must come to the
-same. For OLMo-core, torchtitan and Primus, bubbles and live micro-batches follow from the schedule alone.
+arXiv 2401.10241) print the seconds of actions and messages, and the idle share of a worker's time, (cost - m
+(F + B + W)) / cost, where cost is the longest span of a worker; the replay should give the same. For
+OLMo-core, torchtitan and Primus, bubbles and live micro-batches follow from the schedule alone.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ OPEN = "micro-batches and stages per worker, where they are not stated"
 
 GENERATED, GENERATED_V = "generated", "generated, V"
 NAMES = (*NAMED, GENERATED, GENERATED_V)
-"""Names of schedules in the order in which they are shown; generated ones keep within the memory of 1F1B."""
+"""Names of schedules in display order; generated ones keep to the memory of 1F1B."""
 WITHOUT_NAIVE = tuple(name for name in NAMES if name != "naive")
 REMATS = ("never", "always")
 TIMES = (1, 2, 4)  # M as a multiple of K
-CHART_WORKERS = 4  # of the charts that are kept
+CHART_WORKERS = 4  # workers in the charts
 GRID_S = {2: 0.5, 4: 1.0, 8: 4.0, 16: 15.0}  # estimated seconds of a case, by K
 KEPT = {"never": "kept", "always": "recomputed"}
 HOW = {"never": "without re-materialization", "always": "every micro-batch recomputed"}
@@ -78,7 +78,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def laid_out(schedule: Schedule, times: Mapping[Kind, float] = SLOTS, link: Link = FREE) -> Timeline:
-    """The schedule replayed with times of a worker's whole share of the model."""
+    """The replay of a schedule, with times for a worker's whole share of the model."""
     share = schedule.num_workers / schedule.num_stages
     return replay(schedule, {kind: share * each for kind, each in times.items()}, link)
 
@@ -92,20 +92,20 @@ def alive_by_worker(schedule: Schedule) -> list[int]:
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A published number and the schedule that it is of.
+    """A published number and its schedule.
 
     Args:
         table, row, column: its place in paper.csv
-        what: the number, as `value_of` has it
+        what: the kind of number (`value_of`)
         schedule: a name, or "generated", or "generated, V, whole" (two stages per worker in a V, no split)
         num_workers: K
-        num_microbatches, stages_per_worker: several, separated by spaces, where it is not stated
-        most_alive: cap of the generator
-        forward_ms, input_backward_ms, weight_backward_ms: of one micro-batch in all layers of a worker; equal
-            where nothing is given
-        message_ms: of each message
-        free_messages: which the authors' own simulation leaves out
-        note: whatever else is to be known
+        num_microbatches, stages_per_worker: if not stated, several candidates, separated by spaces
+        most_alive: the generator's limit of graphs alive
+        forward_ms, input_backward_ms, weight_backward_ms: of one micro-batch in all layers of a worker; by
+            default equal
+        message_ms: milliseconds of each message
+        free_messages: number of messages that the authors' own simulation leaves out
+        note: a remark
     """
 
     table: str
@@ -126,18 +126,18 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def settings(self) -> list[tuple[int, int | None]]:
-        """Every number of micro-batches with every one of stages per worker."""
+        """All combinations of micro-batches and stages per worker."""
         turns: list[int | None] = [*map(int, self.stages_per_worker.split())]
         return list(product(map(int, self.num_microbatches.split()), turns or [None]))
 
     @property
     def times_ms(self) -> dict[Kind, float]:
-        """Milliseconds of all layers of a worker, by kind of action."""
+        """Milliseconds of a worker's layers together, by kind of action."""
         inputs, weights = self.input_backward_ms, self.weight_backward_ms
         return {Kind.F: self.forward_ms, Kind.B: inputs + weights, Kind.I: inputs, Kind.W: weights}
 
     def laid_out(self, schedule: Schedule) -> Timeline:
-        """A schedule replayed with these times, and a link that takes as long as their messages."""
+        """The replay of a schedule with these times and messages."""
         return laid_out(schedule, self.times_ms, Link("their messages", self.message_ms))
 
     def made(self, num_microbatches: int, turns: int | None) -> Schedule:
@@ -151,8 +151,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return generate(place, num_microbatches, times_ms, link, split=split, most_alive=self.most_alive)
 
     def span_ms(self, schedule: Schedule) -> float:
-        """The longest time of a worker from its first action to its last. Not the makespan: a schedule may
-        keep its skew from step to step. Only ZB-H2 and ZB-V differ in that.
+        """The longest time of a worker from its first to its last action. It is shorter than the makespan of
+        ZB-H2 and ZB-V, which keep their skew from step to step.
         """
         timeline = self.laid_out(schedule)
         ends = (timeline.of_worker(worker) for worker in range(timeline.num_workers))
@@ -168,7 +168,7 @@ def load_rows() -> tuple[Row, ...]:
 
 
 def value_of(row: Row, num_microbatches: int, turns: int | None) -> float:
-    """The number of a row under one setting. Raises ValueError for one that has no rule."""
+    """The number of a row under one setting. Raises ValueError for an unknown kind of number."""
     schedule = row.made(num_microbatches, turns)
     cost_ms = row.span_ms(schedule) - row.free_messages * row.message_ms
     alive = alive_by_worker(schedule)
@@ -192,7 +192,7 @@ def value_of(row: Row, num_microbatches: int, turns: int | None) -> float:
 
 
 def run_published(table: str) -> Outcome:
-    """Our number for each row of a table, and all that it may be."""
+    """Our number for each row of a table, with the numbers under all its settings."""
     units = {(each.row, each.column): each.unit for each in load_paper() if each.table == table}
     metrics, tried = [], []
     for row in (each for each in load_rows() if each.table == table):
@@ -224,7 +224,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
 
 
 def run_equal(num_workers: int) -> Outcome:
-    """All schedules on so many workers, and the charts of M = 2K where they are kept."""
+    """All schedules on so many workers, and charts for M = 2K."""
     metrics = []
     for times, name, remat in product(TIMES, NAMES, REMATS):
         schedule = schedule_of(name, num_workers, times * num_workers, remat)
@@ -249,7 +249,7 @@ def run_equal(num_workers: int) -> Outcome:
 
 
 def schedule_of(name: str, num_workers: int, num_microbatches: int, remat: str) -> Schedule:
-    """Schedule of a name in `NAMES`. The generator has as many graphs as 1F1B."""
+    """The schedule of a name in `NAMES`. The generator may keep as many graphs as 1F1B."""
     if name not in (GENERATED, GENERATED_V):
         return named(name, num_workers, num_microbatches, remat=remat)
     place = tuple(range(num_workers)) if name == GENERATED else vee(num_workers)
@@ -264,7 +264,7 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def _table(record: Record, remat: str) -> str:
-    """A line for each schedule, a column for each number of micro-batches."""
+    """A table of schedules by number of micro-batches."""
     data = frame([record])
     found = data[data.remat == remat].set_index(["metric", "schedule", "M"]).value
     numbers = sorted(data.M.unique())

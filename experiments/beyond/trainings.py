@@ -1,5 +1,5 @@
-"""Trainings of `engines` and of `plan`, as data: models scaled to two cores, or for a few GPUs. Importing
-this loads no torch.
+"""The trainings that `engines` and `plan` run, as data: models scaled to two cores, or for a few GPUs.
+Importing this loads no torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # Engines side by side
 
-ALL = "all"  # the engines that are always there; others are added to them
-ALWAYS = "ours, recomputing all"  # as others do, to tell apart what comes from recomputing less
+ALL = "all"  # the built-in engines; the user's are added to them
+ALWAYS = "ours, recomputing all"  # like other engines, to separate the gain by recomputing less
 GLOO, BARE = "ours over gloo", "bare layers"
 ALONE, ALL_CORES = "sequential", "sequential on every core"
 _KNOWN, _TURNS = "gpipe_bench.experiments.engines.known", "gpipe_bench.experiments.beyond.engine_turns"
@@ -28,13 +28,13 @@ FACTORIES = {
     "interleaved": f"{_KNOWN}:OursInterleaved", "zb-v": f"{_KNOWN}:OursZBV",
     "torch-interleaved": f"{_KNOWN}:TorchInterleaved", "torch-zb-v": f"{_KNOWN}:TorchZBV",
 }  # fmt: skip
-"""Engines by what results call them; all others have the names of the command line."""
+"""Engines by their names in results; others are named as on the command line."""
 
 
 class Workload(NamedTuple):
-    """A training for engines: a model with its options, examples of a micro-batch, and a description.
+    """A training for engines: a model with options, examples per micro-batch, and a description.
 
-    `real`: layers are cut by measured seconds and memory is counted; the others compute next to nothing.
+    `real`: layers are partitioned by seconds and memory is measured; others compute almost nothing.
     """
 
     model: str
@@ -53,7 +53,7 @@ def _transformer(num_layers: int, width: int, heads: int, vocab: int = 64, token
     return Workload("transformer-lm", options, 2, words)
 
 
-WAIT_S = 0.02  # of a waiting stage, per action
+WAIT_S = 0.02  # seconds per action of a waiting stage
 WORKLOADS = {
     "amoebanet": Workload(
         "amoebanet-d",
@@ -74,7 +74,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """One case: who takes turns on what, the first one the control; rounds by profile, 0 for no such case."""
+    """One case: a workload and engines that take turns, the control first; rounds per profile, 0: none."""
 
     workload: str
     num_stages: int
@@ -129,7 +129,7 @@ def _on_cpus() -> list[Configuration]:
 
 
 def _on_gpus() -> list[Configuration]:
-    """Configurations for GPUs, without layers that wait instead of computing: the host runs those anyway."""
+    """Configurations for GPUs, without waiting layers, which run on the host in any case."""
     make, large, rounds = partial(Configuration, device="cuda"), "transformer-8, large", (1, 8, 40)
     pair, short = ("ours", "torch-gpipe"), (2, 16, 60)
     return [
@@ -149,8 +149,8 @@ def configuration_of(key: Mapping[str, Any]) -> Configuration | None:
 
 
 class Job(NamedTuple):
-    """One case as its processes see it: the configuration, and each variant's engine and its `remat` by its
-    name; the first is one of ours.
+    """A case as its processes get it: the configuration, and by name each variant's engine and `remat`; the
+    first is one of ours.
     """
 
     chosen: Configuration
@@ -177,8 +177,8 @@ class Job(NamedTuple):
 
 
 def job_of(chosen: Configuration, extra: str | None) -> Job:
-    """Settings of a case's processes. The user's engines are named without the digests of their files, and
-    take turns where models are real.
+    """The job of a case. The user's engines are named without the digests of their files, and only run real
+    models.
     """
     engines = {}
     for name in chosen.engines:
@@ -197,17 +197,17 @@ PART, STEP, BY_THE_CLOCK, PREDICTED = "steps", "step", "step by the clock", "pre
 
 @dataclass(frozen=True)
 class Planned:
-    """A model at one size.
+    """A model and the settings of its plan.
 
     Args:
-        title, scale: for tables
-        model: of the zoo, or `module:function`
-        options: of the zoo's model
-        optimizer: as `Request` has it
+        title, scale: descriptions for tables
+        model: a name in the zoo, or `module:function`
+        options: options of a model in the zoo
+        optimizer: as in `Request`
         batch_size: N
-        numbers: M that the plan may choose, divisors of N
-        rounds, turns: of the probes, and in which the candidates are run
-        chosen, others: how many are run: the best of the plan, and more from the rest of it
+        numbers: values of M to choose from, divisors of N
+        rounds, turns: rounds of the probes, and of the steps
+        chosen, others: how many of the plan's best, and of the rest, are run
     """
 
     title: str
@@ -230,7 +230,7 @@ class Planned:
 
     @property
     def profiles(self) -> Callable[..., ModelProfile]:
-        """Profiles of its layers in bytes, as `Costs` asks for them."""
+        """Memory profiles of its layers, for `Costs`."""
         from gpipe_bench.planner.model import built, model_of
 
         if ":" in self.model:
@@ -260,7 +260,7 @@ _SHORT = {
     "own": Planned(
         "one's own", f"{_OWN}:mixer", {}, "a convolution, 10 mixing blocks of different widths, a head"
     ),
-    # Chosen before anything of them was timed: nothing is tuned to them. With Adam, as most train.
+    # Chosen before they were timed; nothing is tuned to them. With Adam, as is usual.
     "llama": Planned(
         "Llama", "llama",
         {

@@ -1,1 +1,1 @@
-"""What the guard measures: the counters, the benchmarks and the processes that take turns."""
+"""The regression guard: exact counters, benchmarks, and the processes that take turns."""

@@ -1,11 +1,11 @@
-"""What a guard run measures: two checkouts, and three arms: base, head, and the base as the control.
+"""The arms of a guard run: head, base, and the base again as the control, in two checkouts.
 
-The base is where HEAD left a given revision, checked out by `git worktree`; what a killed guard left is
-removed by the next. JSON crosses the pipes, never pickles: the code at the other end may be any revision.
+The base is the commit where HEAD left a given revision, checked out by `git worktree`; the next guard removes
+what a killed guard left. Pipes carry JSON, never pickles: the process may run any revision's code.
 
-Of a command that prints a number a sample is one run in the folder of its revision, and its value what it
-says of itself: seconds, instructions, or a rate. So start-up counts only where the command counts it.
-PYTHONPATH alone is set, so that a Python program finds the modules of its own revision first.
+For a command, a sample is one run in the folder of its revision, and its value the number that it prints:
+seconds, instructions, or a rate. So start-up only counts if the command counts it. Only PYTHONPATH is set, so
+that a Python program imports its own revision's modules.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from gpipe_bench.harness.processes import program, run
 from gpipe_bench.harness.rounds import ARMS, Sample
 
 WORKER = Path(__file__).with_name("worker.py")
-START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # an answer that takes longer is a hang
-BUILD_TIMEOUT_S = 900  # for the command of `--build`
+START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # seconds; a longer answer counts as hung
+BUILD_TIMEOUT_S = 900  # seconds for `--build`
 GIT_TIMEOUT_S = 120
-TAIL_BYTES = 2000  # of a process's standard error, in the message about its failure
+TAIL_BYTES = 2000  # of a process's standard error, in error messages
 
 TIMEOUT_S = 60.0
-TAIL = 5  # lines of what a command said, in the message about its failure
-UNIT_DIGITS = 0.5  # a factor of 3 to either side of a power of 1000
+TAIL = 5  # lines of a command's output, in error messages
+UNIT_DIGITS = 0.5  # a factor of 3 around a power of 1000
 SHOWN = 40  # characters of a command in a table
 
 _NUMBER = re.compile(r"(?<![\w.,])[-+]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?")
 """`12`, `1,234.5`, `15,16` and `3e-4`, also before a unit as in `12ms`; not the digits of `cpu0`."""
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
-"""Colours and the like, whose digits are no numbers."""
+"""Escape sequences such as colours, whose digits are no numbers."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, and which part of its standard output is the number.
+    """A command line, and how to find the number in its standard output.
 
     Args:
         line: for the shell
-        pattern: of the number, or its one group; any number if "". The last match counts
+        pattern: a regular expression for the number, or with one group; "": any number. The last match counts
         higher_is_better: whether the number is a rate
-        timeout_s: a run that takes longer counts as hung
+        timeout_s: seconds after which a run counts as hung
 
-    Raises ValueError without a line or time, and for an expression that is none or has several groups.
+    Raises ValueError for an empty line, a time that is not positive, and an invalid expression.
     """
 
     line: str
@@ -132,8 +132,8 @@ class CommandArm:
 
 
 def check_numbers(numbers: Mapping[str, Sequence[float]], command: Command) -> None:
-    """Raises ValueError where no arm's number, larger if worse, ever changes and nobody has named it, and
-    where one is about a power of 1000 times the base's: its unit has changed, as timeit's does.
+    """ValueError if no number ever changes and no pattern names it, and if a number is about a power of 1000
+    times the base's: its unit has changed, as timeit's does. Larger numbers are worse.
     """
     base = statistics.median(numbers["base"])
     if not command.pattern and all(len(numbers[arm]) > 1 and len({*numbers[arm]}) == 1 for arm in numbers):
@@ -154,7 +154,7 @@ def check_numbers(numbers: Mapping[str, Sequence[float]], command: Command) -> N
 
 
 def _value(text: str) -> float:
-    """`1,234.5` and `15,16` as they are meant. Raises ValueError where that is unclear."""
+    """The value of `1,234.5` or `15,16`. Raises ValueError if it is ambiguous."""
     text = text.rstrip(".,") if not text.endswith("e") else text
     if _THOUSANDS.fullmatch(text):
         return float(text.replace(",", ""))
@@ -162,7 +162,7 @@ def _value(text: str) -> float:
 
 
 def _children_s() -> float:
-    """Processor time of all that ran in this process's children and has ended."""
+    """CPU time of this process's children that have ended."""
     import resource  # not on Windows
 
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -173,7 +173,7 @@ def _said(
     what: str, command: str | Sequence[str], timeout_s: float, if_late: str = "", if_failed: str = "",
     **options: Any,
 ) -> str:  # fmt: skip
-    """Standard output of a program. Raises ValueError, which begins with `what`, where it fails or hangs."""
+    """A program's standard output. Raises ValueError, which begins with `what`, if it fails or hangs."""
     try:
         done = run(command, timeout_s, **options)
     except subprocess.TimeoutExpired:
@@ -190,15 +190,15 @@ def _tail(text: str) -> str:
 
 @dataclass(frozen=True)
 class Subject:
-    """The folder that is measured, by the benchmarks of a file or by a command.
+    """What is measured: a folder, by the benchmarks of a file or by a command.
 
     Args:
-        root: in a git work tree; what is measured, as it lies there
-        benchmarks: their names
-        folders: where modules are imported from, below `root`
+        root: the folder, inside a git work tree; measured with uncommitted changes
+        benchmarks: names of the benchmarks
+        folders: import paths, below `root`
         file: a Python file with a dictionary BENCHMARKS of functions, unless a `command` is timed
-        command: what is timed instead
-        build: a command that makes a checkout usable
+        command: the command to measure instead
+        build: a command that prepares a checkout
     """
 
     root: Path
@@ -209,12 +209,12 @@ class Subject:
     build: str = ""
 
     def prepare(self, tree: Path, where: str) -> None:
-        """Runs the build command in a checkout. Raises ValueError with the end of what it said."""
+        """Runs the build command in a checkout. Raises ValueError with the end of its output."""
         if self.build:
             _said(f"--build {self.build!r} in {where}", self.build, BUILD_TIMEOUT_S, cwd=tree)
 
     def modules(self, tree: Path) -> str:
-        """PYTHONPATH of a process that measures a checkout: what is installed comes behind it."""
+        """PYTHONPATH for measuring a checkout; installed packages come after it."""
         places = [str(tree / folder) for folder in self.folders]
         return os.pathsep.join(filter(None, (*places, os.environ.get("PYTHONPATH"))))
 
@@ -222,10 +222,10 @@ class Subject:
 def subject_of(
     folder: Path, file: Path | None, command: Command | None, folders: Sequence[str] = (), build: str = ""
 ) -> Subject:
-    """The subject to measure in a repository, by a file of benchmarks or a command.
+    """The subject in a repository, by a file of benchmarks or a command.
 
-    Where no `folders` are given, modules come from the repository's top, and its `src` if there is one.
-    Raises ValueError, with the remedy, where nothing can be measured so.
+    Default `folders`: the repository's top, and its `src` if there is one. Raises ValueError, with the
+    remedy, if nothing can be measured.
     """
     if not folder.is_dir():
         raise ValueError(f"--repo {folder} is no folder; name the repository to be guarded")
@@ -251,9 +251,9 @@ def subject_of(
 
 
 def benchmarks_of(subject: Subject) -> list[str]:
-    """The benchmarks of a subject's file; their code is not run in this process.
+    """The names of the benchmarks in a subject's file; their code does not run in this process.
 
-    Raises ValueError where there are none.
+    Raises ValueError if there are none.
     """
     with tempfile.TemporaryDirectory(prefix="guard-") as folder, ExitStack() as stack:
         arm = Arm("head", subject.root, subject, folder, stack)
@@ -267,9 +267,9 @@ def benchmarks_of(subject: Subject) -> list[str]:
 
 @contextmanager
 def arms_of(subject: Subject, base: Path, control: Path | None = None) -> Iterator[dict[str, Any]]:
-    """The arms by name, each an `Arm` in a fresh process, or a `CommandArm`; gone afterwards with all that
-    they have left. `control` is another checkout of the base, if there is one. Raises WorkerError where a
-    revision can't be loaded.
+    """The arms by name, each an `Arm` in a fresh process or a `CommandArm`, ended and cleaned up after the
+    block. `control` is a second checkout of the base, if any. Raises WorkerError if a revision can't be
+    loaded.
     """
     trees = {"base": base, "head": subject.root, "control": control or base}
     if subject.command is not None:
@@ -288,20 +288,20 @@ def arms_of(subject: Subject, base: Path, control: Path | None = None) -> Iterat
 class Built(NamedTuple):
     """Result of building a benchmark."""
 
-    result: float | None = None  # what its first step returns, where that is a number
-    compiled: Sequence[str] = ()  # modules of the revision that git does not bring
+    result: float | None = None  # its first step's result, if that is a number
+    compiled: Sequence[str] = ()  # compiled modules of the revision, not in git
 
 
 class WorkerError(RuntimeError):
-    """A process failed or hung. `lacks`: its revision has not what a benchmark asks for."""
+    """A process failed or hung. `lacks`: its revision lacks what a benchmark uses."""
 
     lacks = False
 
 
 class Arm:
-    """One revision, loaded in a process with one thread and no GPU, which writes nothing into its tree.
+    """One revision in a process with one thread and no GPU, which writes nothing into its tree.
 
-    What it prints is kept, and shown when it fails. If we vanish, the pipe ends, and so does it.
+    Its output is kept and shown if it fails. If this process ends, the pipe closes and the arm ends, too.
     """
 
     def __init__(self, name: str, tree: Path, subject: Subject, temporary: str, stack: ExitStack) -> None:
@@ -327,21 +327,21 @@ class Arm:
         theirs.close()
 
     def build(self, benchmark: str) -> Built:
-        """Builds the benchmark and takes its first steps."""
+        """Builds the benchmark and runs its first steps."""
         return Built(**self.ask(BUILD_S, do="build", benchmark=benchmark))
 
     def sample(self, benchmark: str, repeats: int) -> Sample:
-        """The mean of so many steps."""
+        """The mean over so many steps."""
         return Sample(**self.ask(ANSWER_S, do="sample", benchmark=benchmark, repeats=repeats))
 
     def ask(self, timeout_s: float, **request: Any) -> dict[str, Any]:
         """The answer to a request. Raises WorkerError as `receive`."""
-        with contextlib.suppress(OSError):  # nobody reads it: `receive` says why
+        with contextlib.suppress(OSError):  # the arm has ended: `receive` says why
             self._pipe.send_bytes(json.dumps(request).encode())
         return self.receive(timeout_s)
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next answer. Raises WorkerError if it is an error, or does not come in time."""
+        """The next answer. Raises WorkerError if it is an error or comes too late."""
         try:
             if not self._pipe.poll(timeout_s):
                 raise self._failure(f"has not answered for {timeout_s:.0f} s")
@@ -356,7 +356,7 @@ class Arm:
 
     def _failure(self, what: str) -> WorkerError:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.2)  # so that its last words are there
+            self._process.wait(0.2)  # waits for its last output
         status = self._process.poll()
         how = "" if status is None else f" with exit status {status}"
         self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -370,7 +370,7 @@ DEEPER = "this clone is shallow: git fetch --unshallow, or fetch-depth: 0 in the
 
 
 class Base(NamedTuple):
-    """The revision that the working tree is compared with, and where it is checked out."""
+    """The revision to compare with: its name, commit and checkout."""
 
     ref: str
     commit: str
@@ -381,7 +381,7 @@ class Base(NamedTuple):
 def base_tree(root: Path, ref: str) -> Iterator[Base]:
     """Checks out the commit where the working tree at `root` left `ref`, until the block ends.
 
-    Raises ValueError, with the remedy, as `merge_base`, and where a submodule can't be checked out.
+    Raises ValueError, with the remedy, like `merge_base`, and if a submodule can't be checked out.
     """
     commit = merge_base(root, ref)
     prefix = _git(root, "rev-parse", "--show-prefix")
@@ -389,7 +389,7 @@ def base_tree(root: Path, ref: str) -> Iterator[Base]:
     folder = Path(tempfile.mkdtemp(prefix=f"guard-{os.getpid()}-"))
     path = folder / "base"
     try:
-        # The user's checkout hooks are meant for the user's own checkouts.
+        # The user's checkout hooks must not run here.
         without_hooks = ("-c", f"core.hooksPath={os.devnull}")
         _git(root, *without_hooks, "worktree", "add", "--quiet", "--detach", os.fspath(path), commit)
         if (path / ".gitmodules").is_file():
@@ -405,7 +405,7 @@ def base_tree(root: Path, ref: str) -> Iterator[Base]:
 
 
 def _remove_left(root: Path) -> None:
-    """Removes checkouts of guards that were killed."""
+    """Removes checkouts that killed guards left."""
     for line in _git(root, "worktree", "list", "--porcelain").splitlines():
         folder = Path(line.removeprefix("worktree ")).parent
         name = re.fullmatch(r"guard-(\d+)-\w+", folder.name)
@@ -416,8 +416,8 @@ def _remove_left(root: Path) -> None:
 
 
 def merge_base(root: Path, ref: str) -> str:
-    """The commit where HEAD left `ref`. Raises ValueError, with the remedy, for an unknown revision, and
-    where the history that was fetched does not reach the common commit.
+    """The commit where HEAD left `ref`. Raises ValueError, with the remedy, for an unknown revision, and if a
+    shallow clone lacks the common commit.
     """
     is_shallow = _git(root, "rev-parse", "--is-shallow-repository") == "true"
     try:
@@ -435,7 +435,7 @@ def merge_base(root: Path, ref: str) -> str:
 
 
 def top_of(folder: Path) -> Path | None:
-    """The top of the git working tree that a folder lies in; None in no repository that can be read."""
+    """The top of a folder's git working tree; None outside readable repositories."""
     try:
         return Path(_git(folder, "rev-parse", "--show-toplevel")).resolve()
     except ValueError:
@@ -443,8 +443,8 @@ def top_of(folder: Path) -> Path | None:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Output of a git command, stripped. Raises ValueError with what git said."""
-    # Inside a hook git points these at the hook's own repository and index.
+    """A git command's output, stripped. Raises ValueError with git's message."""
+    # In a hook git sets GIT_ variables to the hook's own repository and index.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", os.fspath(root), *arguments]
     try:

@@ -1,10 +1,10 @@
-"""What the guard measures of this project: exact counters, and the time of training steps.
+"""The guard's measurements of this project: exact counters, and times of training steps.
 
-Counters are equal on every machine, so only a change of the code changes them. One that gets better fails the
-guard as well: an unexplained gain may be work that the engine forgot to do.
+Counters are equal on every machine; only code changes them. An improvement fails the guard, too: an
+unexplained gain may be work that the engine no longer does.
 
-The guard's processes load this file like any file of benchmarks (docs/guard.md) and time the revision under
-test, so functions import the project, and this module does not.
+The guard's processes load this file like any file of benchmarks (docs/guard.md) to time the revision under
+test, so functions import the project, and the module does not.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def build_tiny_layers() -> Step:
 def build_two_processes() -> Step:
     """a small Transformer, 2 stages in 2 processes: transport and waiting too"""
     folder = tempfile.mkdtemp()
-    other = subprocess.Popen(  # it ends when this process does, because its input ends
+    other = subprocess.Popen(  # it ends with this process, which closes its input
         [sys.executable, "-P", __file__, folder], stdin=subprocess.PIPE, stdout=sys.stderr, bufsize=0
     )
     assert other.stdin is not None
     told = other.stdin
-    told.write(b"step\n")  # the first step, in which `_training` counts forwards
+    told.write(b"step\n")  # the first step, in which `_training` counts
     step = _one_of_two(folder, 0)
 
     def both() -> Any:
@@ -97,8 +97,8 @@ def _one_of_two(folder: str, rank: int) -> Step:
 
 
 def _training(layers: Any, batch: list[Any], *, forwards: int, remat: str = "always", **options: Any) -> Step:
-    """A function that takes a training step. In a first step each layer must run `forwards` times,
-    recomputations included: an engine that forgets micro-batches or recomputations is not timed.
+    """Returns a function that runs a training step. In a first step each layer must run `forwards` times,
+    recomputations included: an engine that omits micro-batches or recomputations is not timed.
     """
     from gpipe_bench.pipeline import Pipeline
 
@@ -126,7 +126,7 @@ def _training(layers: Any, batch: list[Any], *, forwards: int, remat: str = "alw
 
 
 def _second_process(folder: str) -> None:
-    """Takes a step for each line of its input, on another core than the first process if it can."""
+    """Runs a step for each line of its input, on another core than the first process if possible."""
     if hasattr(os, "sched_setaffinity"):
         first = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
@@ -142,7 +142,7 @@ def _second_process(folder: str) -> None:
 MICROBATCH_SIZE = 2
 
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {
-    # The explicit attention, because torch counts the operations of its fused kernels differently by version.
+    # Explicit attention, because torch counts operations of fused kernels differently by version.
     "transformer-lm": {
         "num_layers": 6, "vocab_size": 64, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8,
         "attention": "explicit",
@@ -154,7 +154,7 @@ MODEL_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A training step whose counters the file keeps."""
+    """A training step with counters in results/guard/counters.json."""
 
     model: str
     schedule: str
@@ -193,7 +193,7 @@ def counters(case: Case) -> dict[str, Any]:
 
 
 def of_schedule(schedule: Schedule) -> dict[str, Any]:
-    """Counters that follow from the schedule alone, with equal stages and F : R : B = 1 : 1 : 2."""
+    """Counters of the schedule alone, for equal stages and F : R : B = 1 : 1 : 2."""
     from gpipe_bench.pipeline.plan.schedule import most_alive_of
     from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
@@ -208,7 +208,7 @@ def of_schedule(schedule: Schedule) -> dict[str, Any]:
 
 
 def of_step(case: Case, schedule: Schedule) -> dict[str, Any]:
-    """Counters of one training step of the engine, taken while the step runs."""
+    """Counters of one training step of the engine, taken as it runs."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -224,7 +224,7 @@ def of_step(case: Case, schedule: Schedule) -> dict[str, Any]:
         crossed[f"bytes {direction}"] += sum(t.nbytes for t in tensors if t is not None)
 
     class Counting(InProcess):
-        """Counts what crosses from stage to stage."""
+        """Counts messages between stages."""
 
         def send(self, edge: Edge, microbatch: int, message: Message) -> None:
             count("forward", message.tensors)
@@ -266,8 +266,8 @@ def _each(numbers: Iterable[int]) -> str:
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """A line for each counter that differs from the file's. A case or benchmark that is missing, or is new,
-    is a difference.
+    """A line for each counter that differs from the file's; missing and new cases or benchmarks are
+    differences.
     """
 
     def lines(content: Mapping[str, Any]) -> dict[str, str]:
@@ -287,12 +287,12 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
 
 
 def encode(content: Mapping[str, Any]) -> str:
-    """The file's text: one metric per line, so that a review shows what changed."""
+    """The file's text: one counter per line, so that reviews show what changed."""
     return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The file's content. Raises ValueError, naming file and remedy, where there is none that can be read."""
+    """The file's content. Raises ValueError, with file and remedy, if it can't be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict):

@@ -1,6 +1,6 @@
-"""One run of the guard: measures every benchmark, and measures it again in fresh processes where its result
-has to be confirmed: two processes of the same code may differ for as long as they live, by their memory's
-layout. The results are a table with a line for each run, and a sentence for each benchmark.
+"""One run of the guard: measures every benchmark, and again in fresh processes to confirm a result: two
+processes of the same code may differ for as long as they live, by their memory's layout. The result is a
+table with a line per run and a sentence per benchmark.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from gpipe_bench.harness.rounds import (
 
 from .arms import Arm, Built, Command, CommandArm, Subject, WorkerError, arms_of, check_numbers
 
-BUDGET_S = 150.0  # for all that is timed, so that a whole run stays within three minutes
-FIRST_SHARE = 0.6  # of the budget for the first run of each benchmark; the rest is for runs that confirm
-AGAIN_S = 20.0  # a further run needs at least this much time; half of it goes into starting processes
+BUDGET_S = 150.0  # seconds for all timing, so that a run takes at most three minutes
+FIRST_SHARE = 0.6  # of the budget, for first runs; the rest is for confirming runs
+AGAIN_S = 20.0  # seconds that a further run needs; half of them start processes
 CALIBRATION_SAMPLES = 4
 
 HEADERS = (
@@ -63,10 +63,10 @@ class Finding:
     benchmark: str
     runs: list[Judgement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    command: Command | None = None  # what prints the number; None: steps are timed
-    is_counted: bool = False  # exact counters say that both revisions do the same work
-    lacking: str = ""  # what the base lacks; the benchmark is new then, and not timed
-    failed: str = ""  # how a revision failed to run it
+    command: Command | None = None  # the command whose number is measured; None: steps are timed
+    is_counted: bool = False  # exact counters are equal for both revisions
+    lacking: str = ""  # what the base lacks: the benchmark is new and not timed
+    failed: str = ""  # why a revision could not run it
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -74,12 +74,12 @@ class Finding:
 
     @property
     def confirmed(self) -> bool:
-        """A regression, twice in a row and beyond the noise: what fails a run of the guard."""
+        """A regression in two consecutive runs and beyond the noise, which fails the guard."""
         return confirmed(self.runs) or self.by_processor_time == "regression"
 
     @property
     def by_processor_time(self) -> str:
-        """Verdict by processor time, where wall time told nothing."""
+        """The verdict by CPU time, if wall time is inconclusive."""
         return by_processor_time(self.runs, is_counted=self.is_counted)
 
     @property
@@ -90,13 +90,13 @@ class Finding:
         return bool(self.runs) and not self.failed and self.verdicts[-1] in ("same", "improved")
 
     def level(self, value: float) -> str:
-        """The value of a base or head as text, in ms or in the command's own unit."""
+        """A value of base or head as text, in ms or in the command's unit."""
         if self.command is None:
             return f"{1e3 * value:.2f} ms"
         return f"{1 / value if self.command.higher_is_better else value:.6g}"
 
     def conclusion(self) -> str:
-        """The finding's outcome in a sentence."""
+        """The result in a sentence."""
         if self.failed:
             return f"{self.benchmark}: failed: {self.failed}"
         if self.lacking:
@@ -130,7 +130,7 @@ class Finding:
         return "; ".join([f"{self.benchmark}: {what}", *self.notes, *late])
 
     def as_data(self) -> dict[str, Any]:
-        """All of the result as plain data."""
+        """The result as plain data."""
         runs = [
             {**asdict(run), "noise_floor": run.noise_floor, "smallest_detectable": run.smallest_detectable}
             for run in self.runs
@@ -154,8 +154,8 @@ def guard(
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Finding]:
     """Compares the subject's folder with the checkout `base`; `control` is a second checkout for a command.
-    `is_counted` says that exact counters are equal. A benchmark that can't run has failed, or is new if only
-    the base lacks it.
+    `is_counted`: exact counters are equal. A benchmark that can't run has failed, or is new if only the base
+    lacks it.
     """
     begun_s = time.monotonic()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
@@ -169,7 +169,7 @@ def guard(
             break
         with arms_of(subject, base, control) as arms:
             for index, finding in enumerate(pending):
-                # Benchmarks share the time left evenly, so that all get some on a busy machine.
+                # Benchmarks share the remaining time evenly, so that all get some on a busy machine.
                 now_s, until_s = time.monotonic(), deadline_s if finding.runs else first_deadline_s
                 end_s = now_s + (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
@@ -182,7 +182,7 @@ def guard(
                     finding.lacking = str(error).splitlines()[0] if error.lacks else ""
                     finding.failed = "" if error.lacks else str(error)
                     tell(finding.conclusion())
-                    break  # its processes may be gone: the others go on in new ones
+                    break  # its processes may have ended: new ones run the others
                 finding.runs.append(judgement)
                 tell(f"{finding.benchmark}, run {len(finding.runs)}: {judgement.verdict}")
     return findings
@@ -198,10 +198,10 @@ def measure(
     sample_s: float = SAMPLE_S,
     deadline_s: float = math.inf,
 ) -> Judgement:
-    """Measures a benchmark once. A sample is as many steps as take the base `sample_s`.
+    """Measures a benchmark once. A sample has as many steps as the base runs in `sample_s`.
 
-    Raises WorkerError where a revision can't run the benchmark (`lacks`: the base does not have it), and
-    ValueError where a compiled module would be timed that `--build` has not built.
+    Raises WorkerError if a revision can't run the benchmark (`lacks`: the base does not have it), and
+    ValueError if a compiled module that `--build` has not built would be timed.
     """
     name = finding.benchmark
     built: dict[str, Built] = {}
@@ -229,10 +229,10 @@ def measure(
 def measure_command(
     arms: Mapping[str, CommandArm], finding: Finding, seed: str, *, deadline_s: float = math.inf
 ) -> Judgement:
-    """Measures a command once. A sample is one run of the command. Raises ValueError where its number
-    can't be used.
+    """Measures a command once. A sample is one run of the command. Raises ValueError if its number can't be
+    used.
     """
-    first = {name: [arm.sample().wall_s] for name, arm in arms.items()}  # files and caches are there then
+    first = {name: [arm.sample().wall_s] for name, arm in arms.items()}  # warms caches
     check_numbers(first, arms["base"].command)
     judgement, rounds = run_rounds(lambda arm: arms[arm].sample(), seed, deadline_s=deadline_s)
     numbers = {arm: [sample.wall_s for taken in rounds for sample in taken[arm]] for arm in ARMS}
@@ -261,7 +261,7 @@ def show(change: Change) -> str:
 
 
 def ending(failed: bool, findings: Sequence[Finding]) -> str:
-    """The last line. What could not be told has not passed."""
+    """The last line of output. An inconclusive benchmark has not passed."""
     if failed:
         return "guard: FAILED"
     names = [finding.benchmark for finding in findings if not finding.is_told]

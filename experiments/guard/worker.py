@@ -1,12 +1,12 @@
-"""The process of one arm: builds the benchmarks of a file from its own revision, times them when asked.
+"""The process of one arm: builds the benchmarks of a file with its own revision's code, and times them.
 
     python -P experiments/guard/worker.py PIPE TREE HEAD FILE
 
-FILE declares a dictionary BENCHMARKS of functions; it is loaded as it lies in the working tree HEAD, in all
-arms, so that both revisions are asked the same. What it imports of the repository must come from TREE. This
-file imports nothing but the standard library: the process belongs to the code that is measured.
+FILE declares a dictionary BENCHMARKS of functions. All arms load it from the working tree HEAD, so that both
+revisions run the same benchmarks; what it imports from the repository must come from TREE. This file imports
+only the standard library: the process belongs to the measured code.
 
-Requests and answers are messages of JSON through PIPE, the number of an open descriptor:
+Requests and answers are JSON messages through PIPE, the number of an open descriptor:
 
     {"do": "names"}                                             -> {"names": ["rows"]}
     {"do": "build", "benchmark": "rows"}                        -> {"result": 5.5, "compiled": []}
@@ -34,16 +34,16 @@ from typing import Any
 
 WARM_UP_STEPS = 3
 LACKING = (ImportError, AttributeError, NameError, TypeError)
-"""Errors of a revision that lacks what a newer file of benchmarks asks for."""
+"""Errors of a revision without code that newer benchmarks use."""
 
 Step = Callable[[], Any]
 
 
 def main(pipe: str, tree: str, head: str, file: str) -> None:
-    """Says that the arm is there, then answers requests by its methods until the pipe ends."""
+    """Reports that the arm is ready, then answers requests by its methods until the pipe closes."""
     connection = Connection(int(pipe))
     arm = Arm(Path(tree).resolve(), Path(head).resolve(), Path(file).resolve())
-    if hasattr(os, "sched_setaffinity"):  # the same core in all arms; one thread is set by the environment
+    if hasattr(os, "sched_setaffinity"):  # one core for all arms; the environment sets one thread
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     reply: dict[str, Any] = {}
     with contextlib.suppress(EOFError):
@@ -52,20 +52,20 @@ def main(pipe: str, tree: str, head: str, file: str) -> None:
             request = json.loads(connection.recv_bytes())
             try:
                 reply = getattr(arm, request.pop("do"))(**request)
-            except (Exception, SystemExit) as error:  # a benchmark that exits is named, too
+            except (Exception, SystemExit) as error:  # SystemExit: from a benchmark
                 traceback.print_exc()
                 reply = {"error": f"{type(error).__name__}: {error}", "lacks": isinstance(error, LACKING)}
 
 
 class Arm:
-    """The benchmarks that were built in this process; `names`, `build` and `sample` are the requests."""
+    """The benchmarks built in this process; its methods `names`, `build` and `sample` answer requests."""
 
     def __init__(self, tree: Path, head: Path, file: Path) -> None:
         self._tree, self._head, self._file = tree, head, file
         self._steps: dict[str, Step] = {}
 
     def names(self) -> dict[str, Any]:
-        """The benchmarks."""
+        """The names of the benchmarks."""
         return {"names": list(self._functions)}
 
     def build(self, benchmark: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Arm:
             step()
         check_origins(self._tree, self._head, self._file)
         gc.collect()
-        gc.freeze()  # what lives from here on, so that collecting between samples is quick
+        gc.freeze()  # so that later collections are quick
         self._steps[benchmark] = step
         return {"result": result, "compiled": compiled_in(self._tree)}
 
@@ -89,7 +89,7 @@ class Arm:
         """Mean seconds per step over `repeats` steps."""
         step = self._steps[benchmark]
         gc.collect()
-        step()  # the first one after another arm's turn finds cold caches
+        step()  # the first step finds cold caches
         cpu_s, wall_s = time.process_time(), time.perf_counter()
         for _ in range(repeats):
             step()
@@ -98,7 +98,7 @@ class Arm:
 
     @functools.cached_property
     def _functions(self) -> dict[str, Callable[[], Step]]:
-        """The dictionary BENCHMARKS of the file. Raises ValueError where there is none."""
+        """The file's dictionary BENCHMARKS. Raises ValueError if there is none."""
         found = getattr(loaded(self._file), "BENCHMARKS", None)
         if not isinstance(found, dict) or not found or not all(callable(each) for each in found.values()):
             raise ValueError(
@@ -109,11 +109,11 @@ class Arm:
 
 
 def check_origins(tree: Path, head: Path, file: Path) -> None:
-    """RuntimeError for a module of the repository that does not come from this arm's tree, or the guard would
-    time one code three times.
+    """RuntimeError if a module of the repository does not come from this arm's tree: the guard would time the
+    same code in all arms.
 
-    A module is the repository's if it lies in the working tree, or has the name of a package or module that
-    this tree holds on top, or in one of its folders: an installed copy, or another clone's.
+    A module is the repository's if it lies in the working tree, or is named like a top-level package or
+    module of this tree, or of one of its folders: an installed copy, or another clone's.
     """
     standard = Path(sysconfig.get_path("stdlib")).resolve()
     for name, module in list(sys.modules.items()):
@@ -134,7 +134,7 @@ def check_origins(tree: Path, head: Path, file: Path) -> None:
 
 
 def compiled_in(tree: Path) -> list[str]:
-    """The compiled modules of this tree that were imported: git does not bring them."""
+    """Imported compiled modules of this tree, which git does not contain."""
     endings = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     files = ((name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items()))
     return [
@@ -146,18 +146,18 @@ def compiled_in(tree: Path) -> list[str]:
 
 @functools.cache
 def loaded(file: Path) -> types.ModuleType:
-    """The module of a Python file, apart from any package. Raises ValueError where it is none."""
+    """Loads a Python file as a module outside any package. Raises ValueError for another file."""
     spec = importlib.util.spec_from_file_location(f"guarded_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{file} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
+    sys.modules[module.__name__] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
 
 def number(value: Any) -> float | None:
-    """A step's result, such as a loss, where it is a number; else None."""
+    """A step's result, such as a loss, if it is a number; else None."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

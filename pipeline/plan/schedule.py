@@ -67,8 +67,7 @@ REMAT_MODES = ("never", "always", "except_last")
 
 Remat = str | Sequence[str]
 """One of REMAT_MODES for all stages, or one for each stage: stages keep different numbers of micro-batches,
-under 1F1B the first K and the last 1.
-"""
+under 1F1B the first K and the last 1."""
 
 
 def recomputes(name: str, microbatch: int, num_microbatches: int) -> bool:

@@ -1,1 +1,1 @@
-"""Engines under test: the protocol that an engine follows, known engines, and the cases that check one."""
+"""Engines under test: the protocol of an engine, known engines, and the cases that check one."""

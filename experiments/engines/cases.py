@@ -1,11 +1,11 @@
-"""What pipelines train wrongly, as cases that an engine is asked, by the name of the failure.
+"""Cases that check an engine for known failures of pipelines.
 
-Each case is what users of some engine have met; `source` is the public thread. It is asked on a model so
-small that a step takes milliseconds, in one process and over two, in float64 and float32, with four and six
-micro-batches, over three or four steps with another mini-batch each and an update between them: what is
-stale, or wrong from some step on, shows only so. Each step is held against the uncut model, and what an
-engine leaves is named by what would explain it (`checks.py`). What it refuses by a ValueError, or has no
-method for, is no mistake. The first cases, `BASE`, share their steps; where they fail, no other is asked.
+Each case is a failure that users of some engine have met; `source` is the public thread. It runs with a model
+whose step takes milliseconds, in one process and over two, in float64 and float32, with four and six
+micro-batches, over three or four steps with a new mini-batch and an update each: only so do stale or later
+errors show. Each step's gradients are compared with the uncut model's, and wrong ones are explained
+(`checks.py`). A ValueError, or a missing method, is no failure. The first cases, `BASE`, share their steps;
+if they fail, no other case runs.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from .checks import (
 )
 from .setup import Setup
 
-_SCALE = 2.0**16  # as a scaler of gradients begins with
+_SCALE = 2.0**16  # initial factor of gradient scalers
 
 
-# What is asked
+# Checks
 
 
 def first_steps(given: Given) -> list[Said]:
-    """A few counted steps: what is said to each case of `BASE`."""
+    """Runs a few counted steps; returns a result for each case of `BASE`."""
     counts: Said = (OK, "")
     first = summed = later = loss = counts
     alive: list[list[Callable[[], bool]]] = [[]]
@@ -59,7 +59,7 @@ def first_steps(given: Given) -> list[Said]:
 
     def note(layer: nn.Module, inputs: Any, output: Tensor) -> None:
         made = [output] if output.grad_fn is not None else []
-        for tensor in made + [inputs[0]] * (layer is given.setup.layers[0]):  # that is the mini-batch
+        for tensor in made + [inputs[0]] * (layer is given.setup.layers[0]):  # the mini-batch
             alive[-1].append(_lives(StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
 
     def watched(*values: Any) -> Any:
@@ -109,7 +109,7 @@ def _lives(storage: StorageWeakRef) -> Callable[[], bool]:
 
 
 class _Watched(torch.autograd.Function):
-    """Hands a loss on; its node lives as long as the graph that it is in."""
+    """Returns the loss; its node lives as long as the graph that contains it."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def frozen(given: Given) -> Said:
 
 
 def adds_up(given: Given) -> Said:
-    """A step without clearing doubles the gradients of the step before."""
+    """Checks that a step without clearing adds to the gradients of the step before."""
     once = _begin(given)
     given.step(clean=False)
     twice = left(given.setup)
@@ -153,7 +153,7 @@ def adds_up(given: Given) -> Said:
 
 
 def _begin(given: Given) -> dict[str, Tensor]:
-    """Two steps of training, and the gradients of the third."""
+    """Runs two training steps and a third; returns the gradients of the third."""
     for _ in given.train(2):
         pass
     given.draw(3)
@@ -162,7 +162,7 @@ def _begin(given: Given) -> dict[str, Tensor]:
 
 
 def scaled(given: Given) -> Said:
-    """A scaled loss scales the gradients of the step before."""
+    """Checks that a scaled loss scales the gradients."""
     once = _begin(given)
     given.step(lambda *values: _SCALE * mean_square(*values))
     found = left(given.setup)
@@ -220,8 +220,8 @@ def evaluates_first(given: Given) -> Said:
 
 
 def averages(given: Given) -> Said:
-    """After each step batch normalization's averages are those of its micro-batches in turn, or of the
-    mini-batch at once.
+    """Checks that after each step batch normalization's averages are those of its micro-batches in turn, or
+    of the whole mini-batch.
     """
     count = given.setup.num_microbatches
     for step in given.train(3):
@@ -235,7 +235,7 @@ def averages(given: Given) -> Said:
                     f"layer {index} has counted {number} batches in {step.number} steps of {count} "
                     "micro-batches"
                 )
-            if number == int(plain.num_batches_tracked or 0):  # else at once, which is another average
+            if number == int(plain.num_batches_tracked or 0):  # else of the mini-batch
                 for mine, theirs in zip(layer.buffers(), plain.buffers(), strict=True):
                     if not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5):
                         return FAILED, f"layer {index} has averages of other examples, or of some twice"
@@ -243,7 +243,7 @@ def averages(given: Given) -> Said:
 
 
 def masks_again(given: Given) -> Said:
-    """Every forward of an input draws the same mask in a dropout; the next step draws others."""
+    """Checks that dropout draws the same mask in every forward of an input, and another in the next step."""
     layers = given.setup.layers
     drawn: dict[int, list[tuple[Tensor, Tensor]]] = {
         index: [] for index, layer in enumerate(layers) if isinstance(layer, nn.Dropout)
@@ -270,7 +270,7 @@ def masks_again(given: Given) -> Said:
 
 
 def _counted(step: Step, given: Given) -> Said:
-    """Checks what ran in a step, except in the first, in which an engine may agree on shapes."""
+    """Checks what ran in a step, but not in the first, in which engines may exchange shapes."""
     if step.number == 1:
         return OK, ""
     try:
@@ -282,7 +282,7 @@ def _counted(step: Step, given: Given) -> Said:
 
 
 def _right(given: Given, said: str = "") -> Said:
-    """Whether the gradients are the uncut model's; else that may be said already."""
+    """Whether the gradients are the uncut model's; `said` replaces the text if they are."""
     how, why = compared(given)
     return (OK, said or why) if how == "right" else (FAILED, why)
 
@@ -296,7 +296,7 @@ def _plain_loss(given: Given) -> float:
 
 
 class Skip(nn.Module):
-    """A layer that passes its input on beside its output, as AmoebaNet's cells do, or joins the two."""
+    """A layer that returns its input beside its output, as AmoebaNet's cells do, or that joins the two."""
 
     def __init__(self, joins: bool) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class Skip(nn.Module):
 
 
 class Masks(Skip):
-    """A layer that makes a mask of each example, which needs no gradient, or applies it."""
+    """A layer that makes a mask for each example, without a gradient, or that applies it."""
 
     def forward(self, value: Any) -> Any:
         if self.joins:
@@ -328,16 +328,16 @@ MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
     "norm": lambda: [nn.BatchNorm1d(WIDTH), linear(), nn.BatchNorm1d(WIDTH)],
     "noise": lambda: [nn.Dropout(), linear(), nn.Dropout()],
 }
-"""Layers between the first of a model and the last. The model is cut behind its second layer, or behind
-each of the first three.
+"""Layers between a model's first and last. The model is cut behind its second layer, or behind each of the
+first three.
 """
 
 
 def subject(
     case: Case, placement: tuple[int, ...] = (), count: int = 4, dtype: torch.dtype = torch.float64
 ) -> tuple[Setup, int]:
-    """The same model in every process, and the size of a mini-batch; without a placement all of it is in
-    this one.
+    """The model of a case, equal in every process, and the size of a mini-batch; without a placement this
+    process has all of it.
     """
     torch.manual_seed(SEED)
     count = case.num_microbatches or count
@@ -361,15 +361,15 @@ def subject(
 
 
 class Case(NamedTuple):
-    """A case.
+    """A case: a failure of pipelines and how to check for it.
 
     Args:
-        name: of the failure, or of what should work
+        name: the failure, or what should work
         expected: what is right, in a few words
         meaning: what a failure means for training
         source: where users met it
-        ask: what is asked of an engine that was built for it
-        middle: of `MIDDLES`
+        ask: the check of an engine that was built for the case
+        middle: a key of `MIDDLES`
         shared, frozen: whether the first and last layer share a weight; which layers do not train
     """
 
@@ -380,9 +380,9 @@ class Case(NamedTuple):
     ask: Callable[[Given], Said] = trains
     middle: str = "chain"
     remat: str = "never"
-    examples: int = 2  # of a micro-batch
-    ragged: int = 0  # more examples than that
-    num_microbatches: int | None = None  # by default those of the variations
+    examples: int = 2  # per micro-batch
+    ragged: int = 0  # additional examples of the mini-batch
+    num_microbatches: int | None = None  # default: those of the variations
     shared: bool = False
     frozen: str = ""  # "first layers" or "last stage"
 
@@ -434,5 +434,5 @@ CASES = (
     Case("ragged mini-batch", "2 or 3 examples each, once", "an epoch's last batch hangs or weighs more",
          _HUB + "pytorch/pytorch/issues/126600", ragged=2),
 )  # fmt: skip
-"""Cases in the order in which they run: those refused most often come last and cost no new processes."""
+"""Cases in running order: those that are most often refused come last and need no new processes."""
 GROUPS: tuple[tuple[Case, ...], ...] = (BASE, *((case,) for case in CASES[len(BASE) :]))

@@ -1,11 +1,11 @@
-"""What an engine really does in a step, counted on the layers themselves and held against the plain model.
+"""Checks what an engine does in a step: counts forwards and backwards, and compares gradients.
 
-A benchmark that forgot its micro-batches or its re-materialization has measured something else, and nothing
-in its numbers says so. So every engine is checked before it is timed (`verify`), and the counts are recorded.
+A benchmark of an engine that skips micro-batches or re-materialization measures something else, and its
+numbers do not show it. So every engine is checked before it is timed (`verify`), and the counts are recorded.
 
-`check-engine` asks more (`cases`): beside the engine the uncut model is trained alike (`Given`). Wrong
-gradients look alike whether they are stale, clipped or another mini-batch's. So each known mistake is tried
-on the uncut model, and the one whose gradients the engine has is named.
+`check-engine` checks more (`cases`): the uncut model is trained beside the engine (`Given`). Gradients that
+are stale, clipped or of another mini-batch all look alike: wrong. So each known mistake is made with the
+uncut model, and the one that gives the engine's gradients is named.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TOLERANCE: dict[torch.dtype, float] = {
     torch.bfloat16: 0.1,
     torch.float16: 0.1,
 }
-"""Largest difference of gradients, as a share of the parameter's largest."""
-SMALL = 1e-3  # a parameter's gradients below this share of its model's largest are compared with that instead
+"""Largest difference of gradients, relative to the parameter's largest gradient."""
+SMALL = 1e-3  # smaller gradients, relative to the model's largest, are compared with that
 
 
 class Count(NamedTuple):
-    """Number of forwards and backwards that one stage ran in a step."""
+    """Numbers of forwards and backwards of one stage in a step."""
 
     rows: tuple[int, ...]  # examples of each forward
     backwards: int
@@ -44,18 +44,16 @@ class Count(NamedTuple):
 
 @contextmanager
 def counting(first_layers: Mapping[int, nn.Module]) -> Iterator[Callable[[], dict[int, Count]]]:
-    """Counts the forwards of each stage, given its first layer, and the gradients that come back to that
-    layer's outputs.
-    """
+    """Counts forwards of each stage's first layer, and gradients that come back to its outputs."""
     rows: dict[int, list[int]] = {stage: [] for stage in first_layers}
     backwards: Counter[int] = Counter()
 
-    # Counted when it begins: a recomputation may stop inside the layer, once it has what it needs.
+    # Counted at the beginning: a recomputation may stop inside the layer.
     def begins(stage: int, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         rows[stage].append(num_examples(inputs[0]))
 
     def ends(stage: int, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        # A tensor that a layer hands on unchanged may require a gradient even where there is no graph.
+        # A tensor that passes unchanged may require a gradient even without a graph.
         given = {id(tensor) for tensor in tensors_of(inputs[0])}
         own = [t for t in tensors_of(output) if t.is_floating_point() and id(t) not in given]
         if own and own[0].requires_grad:
@@ -73,11 +71,11 @@ def counting(first_layers: Mapping[int, nn.Module]) -> Iterator[Callable[[], dic
 def check_counts(
     name: str, counted: Mapping[int, Count], setup: Setup, batch: Any
 ) -> tuple[Count, list[int]]:
-    """What a stage did and the sizes of the micro-batches. RuntimeError unless every stage of `counted`
-    ran backward for each of them, and forward in any order, with the recomputations of the setup.
+    """A stage's counts and the sizes of the micro-batches. RuntimeError unless every stage of `counted` ran
+    each micro-batch backward, and forward in any order, with the setup's recomputations.
 
-    An engine that can't leave the last micro-batch out under "except_last" may recompute it, too, and a
-    backward in two halves may bring a gradient in both: twice M are counted as M.
+    Under "except_last" an engine may recompute the last micro-batch, too; and split backwards may bring each
+    gradient twice: 2 M are counted as M.
     """
     sizes = [num_examples(part) for part in split(batch, setup.num_microbatches)]
     number = len(sizes)
@@ -127,8 +125,8 @@ def named_parameters(setup: Setup) -> dict[str, nn.Parameter]:
 
 
 def reference(setup: Setup, batch: Any, target: Any, loss_fn: LossFn) -> dict[str, Tensor]:
-    """The gradients that a step of any engine must leave in this process: those of the plain model, taken
-    micro-batch by micro-batch. All layers must be on the setup's device. Clears `.grad`.
+    """The gradients that a step must leave in this process: the plain model's, micro-batch by micro-batch.
+    All layers must be on the setup's device. Clears `.grad`.
     """
     clear(setup.layers)
     total, count = num_examples(batch), setup.num_microbatches
@@ -143,7 +141,7 @@ def reference(setup: Setup, batch: Any, target: Any, loss_fn: LossFn) -> dict[st
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter], name: str) -> dict[str, Tensor]:
-    """Copies of the gradients. RuntimeError for a parameter without one."""
+    """Copies of the gradients. RuntimeError if a parameter has none."""
     without = [each for each, parameter in parameters.items() if parameter.grad is None]
     if without:
         raise RuntimeError(
@@ -156,8 +154,8 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], name: str) -> dict[str,
 def gradient_error(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], name: str, tolerance: float | None = None
 ) -> float:
-    """The largest relative difference. RuntimeError where it is more than rounding, or than `tolerance`,
-    naming the parameter.
+    """The largest relative difference. RuntimeError, with the parameter's name, if it exceeds rounding, or
+    `tolerance`.
     """
     floor = SMALL * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
     largest = 0.0
@@ -182,16 +180,15 @@ def verify(
     loss_fn: LossFn,
     expected: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Two steps of an engine, for a record's details: how often its stages ran forward and backward, on how
-    many examples, and how far its gradients are from `expected`, by default the plain model's (`reference`,
-    not possible where the model is too large for one device); what is not among them is not compared. In
-    processes, all must call. RuntimeError where a micro-batch or a recomputation is missing or of another
-    size, and where gradients are wrong.
+    """Runs two steps of an engine; returns, for a record's details, its stages' forwards and backwards, their
+    examples, and the difference of gradients from `expected`, by default the plain model's (`reference`,
+    which needs a device for the whole model); other parameters are not compared. All processes must call.
+    RuntimeError for a missing micro-batch or recomputation, one of another size, and wrong gradients.
     """
     if expected is None:
         expected = reference(setup, batch, target, loss_fn)
     clear(setup.layers)
-    engine.step(batch, target, loss_fn)  # agrees on shapes, where an engine does that
+    engine.step(batch, target, loss_fn)  # engines may exchange shapes in it
     clear(setup.layers)
     with counting({stage: setup.stage_layers(stage)[0] for stage in setup.local_stages}) as counted:
         engine.step(batch, target, loss_fn)
@@ -206,7 +203,7 @@ def verify(
     return found
 
 
-# Steps of training beside the uncut model
+# Training beside the uncut model
 
 WIDTH, SEED, STEPS, LEARNING_RATE = 6, 1811, 4, 0.1
 
@@ -216,7 +213,7 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Step(NamedTuple):
-    """A step that an engine has taken: its number from 1, the loss that it returned and what it counted."""
+    """A step of an engine: its number from 1, the loss it returned and its counts."""
 
     number: int
     loss: Any
@@ -225,14 +222,15 @@ class Step(NamedTuple):
 
 @dataclass
 class Given:
-    """An engine, what it was built from, and the uncut model beside it, whose weights are trained alike.
+    """An engine, its setup, and the uncut model, which is trained in the same way.
 
     Args:
-        batch, target: the mini-batch
-        everything: the gradients of the latest step, of all layers
-        before: mini-batch and weights of the steps until now
-        disturbed: what a step has changed of what it was given, in words
-        compares: whether gradients are compared; else, as layers draw at random, these train by their own
+        batch, target: the current mini-batch
+        everything: gradients of all layers in the latest step
+        before: mini-batch and weights of earlier steps
+        disturbed: what a step changed beside gradients, in words
+        compares: whether gradients are compared; if not, since layers draw random numbers, the engine's own
+            update the weights
     """
 
     engine: Engine
@@ -247,7 +245,7 @@ class Given:
 
     @property
     def whole(self) -> Setup:
-        """The uncut model's, all in this process."""
+        """The uncut model's setup, in this process."""
         return replace(self.setup, layers=self.plain, group=None, placement=())
 
     @property
@@ -261,7 +259,7 @@ class Given:
             self.everything = reference(self.whole, self.batch, self.target, mean_square)
 
     def step(self, loss_fn: Callable[..., Tensor] = mean_square, *, clean: bool = True) -> Any:
-        """One step, by default without earlier gradients; what it may not change is put back."""
+        """Runs one step, by default without earlier gradients; then restores what a step must not change."""
         if clean:
             clear(self.setup.layers)
         batch, target = self.batch.clone(), self.target.clone()
@@ -289,7 +287,7 @@ class Given:
         return loss
 
     def train(self, steps: int = STEPS, loss_fn: Callable[..., Tensor] = mean_square) -> Iterator[Step]:
-        """Steps with another mini-batch each; once one has been looked at, weights are updated."""
+        """Runs steps with a new mini-batch each; weights are updated after the caller has seen a step."""
         for number in range(1, steps + 1):
             self.draw(number)
             weights = {name: p.detach().clone() for name, p in named_parameters(self.whole).items()}
@@ -306,7 +304,7 @@ class Given:
 
 
 def drawn(size: int, number: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The mini-batch of a step, alike in every process."""
+    """The mini-batch of a step, equal in every process."""
     generator = torch.Generator().manual_seed(SEED + number)
     batch, target = (torch.randn(size, WIDTH, dtype=dtype, generator=generator) for _ in range(2))
     return batch, target
@@ -316,25 +314,25 @@ def _parameters(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
     return [parameter for layer in layers for parameter in layer.parameters()]
 
 
-# What explains a difference
+# Explanations of wrong gradients
 
 OK, FAILED, BROKEN, CANNOT, UNTRIED = "ok", "failed", "broken", "cannot be asked", "not tried"
-"""Verdicts. `broken`: it raised, hung or ended its process; `cannot be asked`: it says so itself, by a
-ValueError, or has no method for it.
+"""Verdicts. `broken`: the engine raised an error, hung or ended its process; `cannot be asked`: it raised
+ValueError, or lacks the method.
 """
 SKIPPED = (CANNOT, UNTRIED)
-Said = tuple[str, str]  # a verdict, and what is said
+Said = tuple[str, str]  # a verdict and its text
 
 Gradients = Mapping[str, Tensor]
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest difference from the uncut model's gradients, as a share of a parameter's largest."""
+"""Largest difference from the uncut model's gradients, relative to a parameter's largest."""
 _SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest difference from what a known mistake would give."""
+"""Largest difference from the gradients of a known mistake."""
 _LOSS = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 def compared(given: Given) -> tuple[str, str]:
-    """`right`; `times` where all gradients are as many times the uncut model's; else `wrong`; and why."""
+    """`right`, `times` (all gradients are the uncut model's times one factor) or `wrong`; and why."""
     found: Gradients = {}
     wanted, dtype = given.expected, given.batch.dtype
     try:
@@ -356,7 +354,7 @@ def _explained(given: Given, found: Gradients, wanted: Gradients) -> tuple[str, 
 
 
 def _mistakes(given: Given) -> Iterator[tuple[str, Gradients]]:
-    """Mistakes that an engine may have made, in words, with the gradients that each would have left."""
+    """Known mistakes, in words, with the gradients that each leaves."""
     now = given.batch, given.target
     if given.before:
         batch, target, weights = given.before[-1]
@@ -375,7 +373,7 @@ def _mistakes(given: Given) -> Iterator[tuple[str, Gradients]]:
 def _at(
     given: Given, batch: Tensor, target: Tensor, weights: Mapping[str, Tensor] | None = None
 ) -> Gradients:
-    """The uncut model's gradients, at other weights if they are given."""
+    """The uncut model's gradients, at other weights if given."""
     parameters = named_parameters(given.whole)
     now = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     with torch.no_grad():
@@ -390,7 +388,7 @@ def _at(
 
 
 def _factors(given: Given, found: Gradients) -> tuple[str, str] | None:
-    """Which micro-batches count how often, where the gradients are sums of theirs with other factors."""
+    """If the gradients are the micro-batches' with other factors: which micro-batches count how often."""
     count, batch, target = given.setup.num_microbatches, given.batch, given.target
     alone = replace(given.setup, layers=given.plain, num_microbatches=1)
     parts = [
@@ -405,7 +403,7 @@ def _factors(given: Given, found: Gradients) -> tuple[str, str] | None:
         return None
     digits = 6 if mine.dtype is torch.float64 else 3
     times = [round(float(factor), digits) + 0.0 for factor in factors]
-    if set(times) == {1}:  # wrong by something else, and little
+    if set(times) == {1}:  # slightly wrong for another reason
         return None
     if len(set(times)) == 1:
         is_sum = times[0] == count
@@ -418,33 +416,33 @@ def _factors(given: Given, found: Gradients) -> tuple[str, str] | None:
 
 
 def left(setup: Setup) -> dict[str, Tensor]:
-    """Copies of the gradients that a step has left; zeros where there is none."""
+    """Copies of the gradients after a step; zeros for missing ones."""
     parameters = named_parameters(setup)
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
 
 
 def factor_of(found: Gradients, once: Gradients) -> float | None:
-    """The factor by which all gradients have been multiplied; None if it is not a single number."""
+    """The single factor between all gradients; None if there is none."""
     mine, theirs = flat(found, once), flat(once, once)
     times = float(mine @ theirs / (theirs @ theirs))
     return times if _close(mine, times * theirs, mine) else None
 
 
 def round_norm(gradients: Gradients) -> str:
-    """The norm of the gradients, where it is as round as somebody would choose it; else nothing."""
+    """The norm of the gradients if it is a round number, as users choose for clipping; else ""."""
     norm = float(flat(gradients, gradients).norm())
     text = f"{norm:.2g}"
     return text if abs(norm - float(text)) < 1e-4 * norm else ""
 
 
 def same(found: Gradients, others: Gradients) -> bool:
-    """Whether two sets of gradients are equal, as closely as one mistake is told from another."""
+    """Whether two sets of gradients are equal, as precisely as mistakes differ."""
     mine, theirs = flat(found, found), flat(others, found)
     return _close(mine, theirs, theirs)
 
 
 def flat(gradients: Gradients, names: Gradients) -> Tensor:
-    """The gradients of these parameters, one behind the other."""
+    """The gradients of these parameters, concatenated."""
     return torch.cat([gradients[name].flatten() for name in names])
 
 
@@ -454,7 +452,7 @@ def _close(mine: Tensor, theirs: Tensor, scale: Tensor) -> bool:
 
 
 def loss_said(found: Any, wanted: float, before: float | None, dtype: torch.dtype) -> Said:
-    """Whether a returned loss is the mini-batch's; `before` is that of the step before."""
+    """Whether a returned loss is the mini-batch's; `before` is the loss of the step before."""
     if found is None:
         return OK, "not returned by this process, which is allowed"
     value = float(found.detach() if isinstance(found, Tensor) else found)

@@ -1,7 +1,7 @@
-"""The engines that the experiments know: ours and those it is measured against.
+"""The engines that the experiments know: ours, torchgpipe's and torch.distributed.pipelining's.
 
-All work on the very same modules. What an engine can't do is a ValueError when it is built or, where it
-depends on the batch, when it steps. What is private in torch's is the same from torch 2.11 to 2.13.
+All train the same modules. What an engine can't do is a ValueError when it is built or, if it depends on the
+batch, when it steps. The private parts of torch in use are the same from torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Ours1F1B(Ours):
 
 
 class OursZBH1(Ours):
-    """This project's engine with zero bubble within the memory of 1F1B."""
+    """This project's engine with ZB-H1: zero bubble within the memory of 1F1B."""
 
     schedule = "zb-h1"
 
@@ -71,21 +71,21 @@ class OursInterleaved(Ours):
 
 
 class OursZBV(Ours):
-    """This project's engine with zero bubble in a V."""
+    """This project's engine with ZB-V: zero bubble in a V."""
 
     schedule, placement = "zb-v", vee(2)
 
 
 class OverNetwork(Ours):
-    """This project's engine without memory that neighbours on one host share."""
+    """This project's engine without shared memory between processes."""
 
     share_memory = False
 
 
 class Torchgpipe:
-    """torchgpipe: all stages in one process, a worker thread each. Recomputes as the setup says.
+    """torchgpipe: all stages in one process, a worker thread each. It recomputes as the setup says.
 
-    It takes the loss of the whole mini-batch at once. Needs the optional extra `peers`.
+    It computes the loss of the whole mini-batch at once. Needs the optional extra `peers`.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -121,7 +121,7 @@ class Torchgpipe:
 
 
 def why_no_torchgpipe() -> str:
-    """The reason why torchgpipe can't run here, "" if it can."""
+    """Why torchgpipe can't run here; "" if it can."""
     if importlib.util.find_spec("torchgpipe") is None:
         return "torchgpipe is not installed: pip install -e .[peers]"
     return ""
@@ -131,8 +131,8 @@ class _TorchPipelining:
     """torch.distributed.pipelining, with the schedule that a subclass names.
 
     It recomputes whole stages with `torch.utils.checkpoint` (`use_reentrant=False`), inside the backward and
-    in every micro-batch: "except_last" is the same as "always". The mini-batch must divide into M equal parts
-    and the model return one tensor. With a `placement` it has two stages in each process.
+    in every micro-batch: "except_last" equals "always". M must divide the mini-batch, and the model must
+    return one tensor. With a `placement` it has two stages in each process.
     """
 
     schedule = ""
@@ -166,15 +166,15 @@ class _TorchPipelining:
             mine.append(pipelining.PipelineStage(layers, index, num_stages, setup.device, group=group))
             _greet_others_only(mine[-1], rank)
         make: Any = schedules.get_schedule_class(self.schedule)
-        self._loss_fn: LossFn | None = None  # known at the first step only
+        self._loss_fn: LossFn | None = None  # set by each step
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that some are experimental
+                warnings.simplefilter("ignore")  # some are experimental
                 given = mine if self.placement else mine[0]
                 self.running = make(given, self.count, loss_fn=self._loss)
         except (AssertionError, RuntimeError) as error:
             raise ValueError(f"torch does not take this schedule: {error}") from error
-        # torch keeps and concatenates all outputs unless told not to.
+        # By default torch keeps and concatenates all outputs.
         known = inspect.signature(self.running.step).parameters
         self._options = {"return_outputs": False} if "return_outputs" in known else {}
 
@@ -222,13 +222,13 @@ class TorchInterleaved(_TorchPipelining):
 
 
 class TorchZBV(_TorchPipelining):
-    """torch.distributed.pipelining.ScheduleZBVZeroBubble, likewise, in a V: it splits the backward."""
+    """torch.distributed.pipelining.ScheduleZBVZeroBubble, in a V with split backwards, for `check-engine`."""
 
     schedule, placement = "ZBVZeroBubble", vee(2)
 
 
 class _Stage(nn.Module):
-    """The layers of a stage as one module; a boundary's tuple arrives as several arguments."""
+    """The layers of a stage as one module; a tuple between stages arrives as several arguments."""
 
     def __init__(self, layers: Sequence[nn.Module], recompute: bool) -> None:
         super().__init__()
@@ -245,8 +245,8 @@ class _Stage(nn.Module):
 
 
 def _greet_others_only(stage: Any, rank: int) -> None:
-    """torch 2.11 sends a first message to the ranks of both neighbours, also where that is this one, as in a
-    V; gloo has no connection from a process to itself, and the others would wait for it.
+    """torch 2.11 first sends a message to both neighbours' ranks, also to this rank itself, as in a V; gloo
+    has no connection from a process to itself, and the others would wait.
     """
     greetings = stage._get_init_p2p_neighbors_ops
     stage._get_init_p2p_neighbors_ops = lambda: [each for each in greetings() if each.group_peer != rank]

@@ -1,8 +1,8 @@
-"""Engines under test: what an experiment asks of one, and how to name one's own.
+"""Engines under test: the protocol that an engine implements, and how to name a user's engine.
 
-An experiment hands the same `Setup` to every factory, and what comes back takes training steps: so a table
-made with ours can be made with any other, `--engine module:attribute` (docs/own-engine.md). This loads no
-torch: the command line checks names with it.
+An experiment gives the same `Setup` to every factory and lets the engines that it returns run training steps;
+so a table of ours can be made with any engine, `--engine module:attribute` (docs/own-engine.md). This module
+loads no torch: the command line checks names with it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ LossFn = Callable[[Any, Any], "Tensor"]
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that an engine is built from; equal for all engines that are compared with each other.
+    """What an engine is built from; equal for all engines that are compared.
 
     Args:
-        layers: the whole model's, each mapping a tensor or a tuple of tensors to the same; those of this
-            process's stages live on `device` already, and their parameters' dtype is the precision
+        layers: all layers of the model; each maps a tensor or a tuple of tensors to the same. Those of this
+            process's stages are on `device`; their parameters' dtype is the precision
         partition: the layer indices of each stage
         num_microbatches: M
         remat: which micro-batches are recomputed before their backward: "never", "except_last" or "always"
-        device: of this process
-        group: of one process per stage, its rank; without one this process runs all stages
-        placement: the rank of each stage, where a rank has several
+        device: this process's device
+        group: one process per stage; None: this process runs all stages
+        placement: the rank of each stage, if ranks have several
 
     Raises:
-        ValueError: the fields do not fit together.
+        ValueError: the fields contradict each other.
     """
 
     layers: Sequence[nn.Module]
@@ -99,39 +99,39 @@ class Engine(Protocol):
     """A running engine.
 
     It may have an attribute `timeline`, the `gpipe_bench.pipeline.Timeline` of this process's latest step,
-    and two methods that `check-engine` asks, called in every process: `evaluate(batch, target, loss_fn)` goes
-    forward alone and returns the mean loss, or None where it is not known; `clip(max_norm)` scales all
-    gradients of all processes so that their norm is at most that, and may return the norm before.
+    and two methods that `check-engine` calls in every process: `evaluate(batch, target, loss_fn)` runs
+    forwards only and returns the mean loss, or None if unknown; `clip(max_norm)` scales the gradients of all
+    processes so that their joint norm is at most `max_norm`, and may return the norm before.
 
-    A factory with an attribute `placement` is checked over two processes with several stages in each: the
-    process of each stage, such as (0, 1, 1, 0).
+    If the factory has an attribute `placement`, the process of each stage, such as (0, 1, 1, 0), it is
+    checked over two processes with several stages each.
     """
 
     def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
-        """One mini-batch without an optimizer: M micro-batches forward and backward, recomputed as the setup
-        says. Adds the gradients of the mean loss over the mini-batch to `.grad` of this process's parameters.
+        """Runs one mini-batch without an optimizer: M micro-batches forward and backward, recomputed as the
+        setup says. Adds gradients of the mini-batch's mean loss to `.grad` of this process's parameters.
 
-        `batch` and `target` are given whole, dimension 0 being the examples, in every process.
-        `loss_fn(output, target)` is the mean over a micro-batch. Returns the mini-batch's mean loss, or None
-        where it is not known.
+        Every process gets the whole `batch` and `target`, examples in dimension 0. `loss_fn(output, target)`
+        is the mean over a micro-batch. Returns the mini-batch's mean loss, or None if this process does not
+        know it.
         """
         ...
 
 
 def clear(layers: Iterable[nn.Module]) -> None:
-    """Removes all gradients: a step adds to those that are there."""
+    """Sets all gradients to None: a step adds to gradients that are there."""
     for layer in layers:
         layer.zero_grad(set_to_none=True)
 
 
 EngineFactory = Callable[[Setup], Engine]
-"""Builds an engine; a class whose `__init__` takes a setup is one. Raises ValueError for what it can't do."""
+"""Builds an engine, such as a class constructed from a setup. ValueError for what it can't do."""
 
 
 def resolve(name: str) -> EngineFactory:
-    """The factory of a known engine or of the user's `module:attribute`, importable from here.
+    """The factory of a known engine, or of the user's importable `module:attribute`.
 
-    What `pinned` appended to a name is ignored. ValueError says what is wrong with the name and what to do.
+    A digest from `pinned` is ignored. ValueError says what is wrong with the name and what to do.
     """
     module, attribute = _parts(name)
     try:
@@ -167,12 +167,12 @@ def resolve(name: str) -> EngineFactory:
 
 
 class NoStepError(TypeError):
-    """A factory returned something that is no engine. Unlike a missing ability, no reason to leave it out."""
+    """A factory returned something that is no engine: an error, not a refusal."""
 
 
 def build(name: str, setup: Setup) -> Engine:
-    """A running engine. ValueError where the name leads nowhere, and for what the engine can't do;
-    NoStepError where it is none.
+    """Builds a running engine. ValueError for an unknown name and for what the engine can't do; NoStepError
+    if it is no engine.
     """
     engine = resolve(name)(setup)
     if not callable(getattr(engine, "step", None)):
@@ -184,14 +184,14 @@ def build(name: str, setup: Setup) -> Engine:
 
 
 def placement_of(name: str) -> tuple[int, ...]:
-    """The process of each stage that an engine is made for; empty where it has one stage in each."""
+    """The `placement` of an engine's factory; empty if each process has one stage."""
     place: tuple[int, ...] = getattr(resolve(name), "placement", None) or ()
     return place if len(place) > max(place, default=0) + 1 else ()
 
 
 def pinned(name: str) -> str:
-    """`mine:Engine@3f2a91bc`: the user's engine with a digest of its file, so that an edited one is another.
-    A known name stays as it is. ValueError as of `resolve`.
+    """`mine:Engine@3f2a91bc`: a user's engine with its file's digest, so that an edited engine is a new one.
+    A known name is unchanged. ValueError like `resolve`.
     """
     resolve(name)
     if name in ENGINES:
@@ -205,7 +205,7 @@ def pinned(name: str) -> str:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Module and attribute. Makes the working directory importable."""
+    """Module and attribute of a name. Makes the working directory importable."""
     target = ENGINES.get(name, name)
     module, colon, attribute = target.partition("@")[0].partition(":")
     if not colon:

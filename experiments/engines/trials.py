@@ -1,8 +1,8 @@
-"""Runs the cases of `cases.py` on an engine under test, in processes of its own; reports errors in a line.
+"""Runs the cases of `cases.py` on an engine, in separate processes, and reports each error in a line.
 
-An engine may raise, hang, or end its process; none of that may cost the results of other engines. Each
-process (`pipeline.launch`) has a timer: one that reports nothing for too long writes its traceback and ends,
-with all processes that it has started. That costs one group of cases: the next ones run in new processes.
+An engine may raise an error, hang, or end its process without affecting results of other engines. Each
+process (`pipeline.launch`) has a timer: one without a report for too long writes its traceback and ends, with
+all processes that it has started. That costs one group of cases: the next ones run in new processes.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from .setup import Engine, NoStepError, Setup, build, placement_of, resolve
 
 T = TypeVar("T")
 
-_DUMP_S = 0.5  # for processes that hang to write their tracebacks before they are ended
+_DUMP_S = 0.5  # seconds for hanging processes to write their tracebacks
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
-"""Parts of error messages that report the end of another process."""
+"""Parts of error messages about the end of another process."""
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
 
 Tell = Callable[[Any], None]
-"""Writes a picklable report to a file, which outlives the process, and restarts the process's timer."""
+"""Writes a picklable report to a file that outlives the process, and restarts the process's timer."""
 
 
 class Fault(NamedTuple):
-    """Why an isolated run has no result. `refused`: by a ValueError, as the engine can't do it."""
+    """Why an isolated run has no result. `refused`: the engine raised ValueError, since it can't do it."""
 
     reason: str  # one line
     traceback: str = ""
@@ -53,7 +53,7 @@ class Fault(NamedTuple):
 
 
 class IsolatedError(RuntimeError):
-    """An isolated run that has no result. `told` has what each process reported before."""
+    """An isolated run has no result. `told` has the reports of each process before."""
 
     def __init__(self, fault: Fault, told: list[list[Any]]) -> None:
         super().__init__(fault.reason)
@@ -63,17 +63,17 @@ class IsolatedError(RuntimeError):
 def run_isolated(
     function: Callable[..., Any], num_processes: int, *arguments: Any, timeout_s: float, device: str = "cpu"
 ) -> list[Any]:
-    """`function(tell, *arguments)` in each of `num_processes` processes; their results, by rank.
+    """Runs `function(tell, *arguments)` in each of `num_processes` processes; returns their results, by rank.
 
     Args:
         function: importable by name; its results and reports must be picklable
         num_processes: size of the default process group
-        timeout_s: longest time between two reports, and from the last one to the end
-        device: "cpu", or "cuda" for a GPU of each process
+        timeout_s: most seconds between two reports, and from the last one to the end
+        device: "cpu", or "cuda" for one GPU per process
 
     Raises:
-        IsolatedError: one line with the first process's error, signal or exit status, or with the place of
-            every process when time ran out.
+        IsolatedError: in one line, the first process's error, signal or exit status, or where every process
+            was when time ran out.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as name:
         folder, results, ended = Path(name), [], None
@@ -92,7 +92,7 @@ def run_isolated(
 
 
 def _fault(folder: Path, count: int, timeout_s: float, ended: ProcessException | None) -> Fault | None:
-    """The fault of the process that failed first; others only noticed that they lost their connection."""
+    """The fault of the process that failed first; others only lost their connections to it."""
     faults: list[Fault] = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("fault*"))]
     own = [fault for fault in faults if not any(word in fault.reason for word in _LOST)]
     if own or not isinstance(ended, ProcessExitedException):
@@ -117,8 +117,8 @@ def _told(path: Path) -> list[Any]:
 
 
 def place_of(text: str, *, latest_first: bool = False) -> str:
-    """`line 12 of mine.py (step)`: the innermost place of a traceback that is neither torch's, Python's nor
-    this project's; "" where there is none.
+    """`line 12 of mine.py (step)`: the innermost place of a traceback outside torch, Python and this project;
+    "" if there is none.
     """
     found = list(_FRAME.finditer(text))
     ours = str(Path(__file__).resolve().parents[2])
@@ -142,7 +142,7 @@ def fault_of(error: BaseException) -> Fault:
 def _child(
     folder: Path, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> object:
-    """Runs in each process: returns the function's result, or writes what it raises into `folder`."""
+    """Runs in each process: returns the function's result, or writes its error into `folder`."""
     rank = dist.get_rank()
     os.setpgid(0, 0)
     (folder / f"leader{rank}").write_text(str(os.getpid()))
@@ -151,7 +151,7 @@ def _child(
     where = open(folder / f"where{rank}", "w")  # noqa: SIM115  # lives as long as the process
     told = open(folder / f"told{rank}", "wb")  # noqa: SIM115  # likewise
 
-    def wait_anew() -> None:  # both work although Python's lock is held
+    def wait_anew() -> None:  # both work without Python's lock
         faulthandler.dump_traceback_later(timeout_s, file=where)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + _DUMP_S)
 
@@ -164,8 +164,8 @@ def _child(
     found = None
     try:
         found = function(tell, *arguments)
-        dist.barrier()  # others may still read from this process
-    except BaseException as error:  # also an engine that exits
+        dist.barrier()  # others may still read from here
+    except BaseException as error:  # also SystemExit
         (folder / f"fault{rank}").write_bytes(pickle.dumps(fault_of(error)))
     sys.stderr.flush()
     threading.Thread(target=_leave, daemon=True).start()
@@ -173,7 +173,7 @@ def _child(
 
 
 def _leave() -> None:
-    """Ends the process although an engine has left threads behind."""
+    """Ends the process even if an engine has left threads."""
     threading.main_thread().join()
     os._exit(0)
 
@@ -181,13 +181,13 @@ def _leave() -> None:
 # The cases of an engine
 
 VARIATIONS = tuple((count, dtype) for dtype in (torch.float64, torch.float32) for count in (4, 6))
-"""Numbers of micro-batches and precisions in which every case runs."""
+"""Numbers of micro-batches and precisions of every case."""
 PLACES = {"one process": 1, "two processes": 2}
 
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one case in one place."""
+    """The result of one case in one or two processes."""
 
     place: str
     case: str
@@ -199,7 +199,7 @@ class Row:
 
 
 def faults(rows: Sequence[Row]) -> list[Row]:
-    """Rows that are wrong, errors before wrong values. An engine that can do nothing at all is wrong, too."""
+    """The faulty rows, errors before wrong values. An engine that can do nothing is faulty, too."""
     bad = [row for verdict in (BROKEN, FAILED) for row in rows if row.verdict == verdict]
     if not bad and not any(row.verdict == OK for row in rows):
         return [row for row in rows if row.verdict == CANNOT][:1]
@@ -207,8 +207,8 @@ def faults(rows: Sequence[Row]) -> list[Row]:
 
 
 def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = ()) -> list[Row]:
-    """Runs the `wanted` cases in a place, by default all; the first cases always run. Raises ValueError where
-    `name` is no engine.
+    """Runs the `wanted` cases, by default all, in one or two processes; the first cases always run. Raises
+    ValueError if `name` is no engine.
     """
     resolve(name)
     chosen = [
@@ -225,7 +225,7 @@ def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = 
         rows += ended
         if fault is None:
             break
-        at = min(map(len, told))  # the first group that some process has not finished
+        at = min(map(len, told))  # the first group that is not finished everywhere
         rows.append(_row(place, chosen[min(at, len(chosen) - 1)][0], _raised(fault)))
         if not are_right(rows):
             break
@@ -234,12 +234,12 @@ def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = 
 
 
 def are_right(rows: Sequence[Row]) -> bool:
-    """Whether the first cases passed; `rows` begins with theirs."""
+    """Whether the first cases, with which `rows` begins, passed."""
     return all(row.verdict == OK for row in rows[: len(BASE)])
 
 
 def settled(rows: list[Row]) -> list[Row]:
-    """The rows, with "not tried" for all further cases if the first ones failed."""
+    """The rows, and "not tried" for all further cases if the first ones failed."""
     if are_right(rows) or rows[0].verdict == CANNOT:
         return rows
     untried = UNTRIED, "the first steps are wrong"
@@ -255,7 +255,7 @@ def _raised(fault: Fault) -> Said:
 
 
 def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
-    """For each case, the worst row of any process; its text names the process if not all say the same."""
+    """For each case, the worst row of any process; its text names the process if texts differ."""
     joined = []
     for rows in zip(*by_rank, strict=False):  # an engine without `step` has fewer rows
         bad = [rank for rank, row in enumerate(rows) if row.verdict != OK]
@@ -273,7 +273,7 @@ def trial(tell: Tell, name: str, place: str, chosen: Sequence[tuple[Case, ...]])
     for group in chosen:
         told.append(examine(name, group, place))
         tell(told[-1])
-        if group == BASE and not all(_of_all(are_right(told[-1]))):  # all stop, or one waits for ever
+        if group == BASE and not all(_of_all(are_right(told[-1]))):  # all stop together, or one would hang
             break
     return told
 
@@ -286,7 +286,7 @@ def _of_all(found: T) -> list[T]:
 
 
 def built(name: str, setup: Setup) -> Engine | str:
-    """The engine, or the reason why some process can't build it; then no process uses it."""
+    """The engine, or why a process can't build it; then no process uses it."""
     engine, reason = None, ""
     try:
         engine = build(name, setup)
@@ -297,8 +297,8 @@ def built(name: str, setup: Setup) -> Engine | str:
 
 
 def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = False) -> list[Row]:
-    """The worst row of each case of a group over all variations, in this process. An engine's error is raised
-    over processes, because others may wait for this one, and with `raises` in one process, too.
+    """The worst row of each case of a group over all variations, in this process. Between processes an
+    engine's error is raised, because others may wait for this one; with `raises` also in one process.
     """
     worst: dict[str, Row] = {}
     for count, dtype in VARIATIONS:
@@ -317,7 +317,7 @@ def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = Fa
 
 
 _SEVERITY = (BROKEN, FAILED, UNTRIED, OK, CANNOT)
-"""Verdicts from the worst on. A refusal in one variation comes last: the others are asked as well."""
+"""Verdicts from the worst on. A refusal in one variation comes last: the others run as well."""
 
 
 def _examine(

@@ -1,7 +1,7 @@
-"""Claims of the paper that need no accelerator: v1's stride control, sizes, which networks train.
+"""Tests claims of the paper that need no accelerator: v1's stride control, sizes, and which networks train.
 
-The stride control is counted on the meta device, as declared in results/reproduction.toml, and parameters of
-models that no table has. Two sentences about the networks that GPipe can train are tested on small ones
+The stride control, as declared in results/reproduction.toml, and parameters of models that no table has are
+counted on the meta device. Two sentences about networks that GPipe can train are tested on small ones
 (`trained`). Nothing is timed:
 
     python -m experiments run computed
@@ -22,12 +22,12 @@ from gpipe_bench.harness.verdict import Result
 if TYPE_CHECKING:
     import torch
 
-TIED_TOLERANCE = 1e-12  # of float64 weights, where layers share some: the order of a sum may change
+TIED_TOLERANCE = 1e-12  # for shared weights in float64: the order of a sum may change
 SIZES = {
     "amoebanet-b": ("amoebanet-b", "({num_layers}, {num_filters})"),
     "transformer-seq2seq": ("nmt-models", "T({num_layers}, {ffn_dim}, {num_heads})"),
 }
-"""Models whose parameters no other table of the paper counts: their tables, and how it writes their sizes."""
+"""Models whose parameters no other table counts: their table, and the paper's notation for sizes."""
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -37,7 +37,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def _zoo() -> Mapping[tuple[str, str], dict[str, Any]]:
-    """Configurations that the paper counts in its text, by model and size as the paper writes it."""
+    """Configurations that the paper's text counts, by model and size in its notation."""
     from gpipe_bench.models.zoo import CONFIGURATIONS
 
     return {(name, SIZES[name][1].format(**of)): of for name, of in CONFIGURATIONS if name in SIZES}
@@ -62,7 +62,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """A result for each of the two sentences, for each size, and those of the stride control."""
+    """Results for the two sentences, the sizes, and the stride control."""
     found = [
         Result(
             table=SENTENCES, row=metric.name, column=str(metric.key["column"]), metric=metric, record=record,
@@ -79,11 +79,11 @@ def cells(records: Sequence[Record]) -> list[Result]:
     return [*found, *reproduced.answers(records)]
 
 
-# Two sentences about what GPipe takes and keeps, put to the engine on small networks. "Any network that can
-# be expressed as a sequence of layers": every network of the zoo trains a few steps on several stages, and
-# its weights are compared with those of one stage, bit by bit. "The moving average of the sufficient
-# statistics using the entire mini-batch": running statistics of a batch normalization after a step in
-# micro-batches are divided by those of the same layer after the whole mini-batch.
+# Two sentences about GPipe, tested on small networks. "Any network that can be expressed as a sequence of
+# layers": every network of the zoo trains a few steps on several stages, and its weights are compared with
+# those of one stage, bit by bit. "The moving average of the sufficient statistics using the entire
+# mini-batch": running statistics of a batch normalization after a step in micro-batches are divided by those
+# after the whole mini-batch.
 
 _AMOEBANET = {"num_layers": 3, "num_filters": 16, "num_classes": 10, "image_size": 32, "aux_head": False}
 _TEXT = {"d_model": 32, "num_heads": 2, "vocab_size": 100, "seq_len": 16}
@@ -97,14 +97,14 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "unet": {"num_convs": 1, "num_filters": 4, "depth": 2, "image_size": 16},
     "attnres": {**_TEXT, "num_layers": 4, "ffn_dim": 64},
 }
-"""Every network of the zoo, small; dropout and batch normalization are on where it has them."""
+"""Every network of the zoo, small, with dropout and batch normalization if it has them."""
 STAGES = (2, 4)
 NUM_MICROBATCHES, EXAMPLES, NUM_STEPS = 4, 8, 3
 
 
 def networks() -> Metric:
-    """The share of the networks whose weights are the same with every number of stages: in every bit, but to
-    rounding where stages share a weight, as each stage sums its own gradients first.
+    """The share of networks whose weights are equal for all numbers of stages: bit by bit, or to rounding if
+    stages share a weight, as each stage first sums its own gradients.
     """
     from gpipe_bench.models import MODELS
     from gpipe_bench.pipeline.memory.workers import shared_weights
@@ -120,7 +120,7 @@ def networks() -> Metric:
 
 
 def _trains_the_same(name: str, tolerance: float) -> bool:
-    """Whether all numbers of stages end at the same weights, in float64 where they may differ at all."""
+    """Whether all numbers of stages give the same weights, in float64 if a tolerance is given."""
     import torch
 
     first, *others = [_weights(name, k, torch.float64 if tolerance else torch.float32) for k in (1, *STAGES)]
@@ -132,7 +132,7 @@ def _trains_the_same(name: str, tolerance: float) -> bool:
 
 
 def _weights(name: str, num_stages: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All weights and buffers after a few steps from one seed."""
+    """All weights and buffers after a few steps from a fixed seed."""
     import torch
 
     from gpipe_bench.models import MODELS, example_batch, loss_fn
@@ -153,7 +153,7 @@ def _weights(name: str, num_stages: int, dtype: torch.dtype) -> dict[str, torch.
 
 
 def statistics() -> Metric:
-    """Running mean and variance after one step of several micro-batches over those of the mini-batch."""
+    """Running mean and variance after one step in micro-batches over those of the mini-batch."""
     import torch
     from torch import nn
 

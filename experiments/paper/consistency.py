@@ -1,8 +1,8 @@
-"""Consistent training: the same network, whatever the partition (v1, section 4.3.1).
+"""Consistent training: the partition does not change the trained network (v1, section 4.3.1).
 
-Expected: held-out accuracy of AmoebaNet-D on digits of at least 97 %; with 1, 2, 4 and 8 stages equal to
-sequential runs within two standard deviations, the paper's margin; and, stronger, from the same seed not one
-bit of any weight different. Beside it what micro-batches change, and what an asynchronous pipeline does.
+Expected: AmoebaNet-D's held-out accuracy on digits is at least 97 %; with 1, 2, 4 and 8 stages it equals that
+of sequential runs within two standard deviations, the paper's margin; and with the same seed all weights are
+equal bit by bit. Also shown: what micro-batches change, and an asynchronous pipeline.
 
     python -m experiments run consistency
     python -m experiments run consistency --profile full --device cuda --data /data/imagenet/train
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from .consistency_tasks import Task
     from .consistency_training import Setting, Trained
 
-SECONDS = {"images": 32.0, "text": 13.0}  # of a training while another one runs beside it
+SECONDS = {"images": 32.0, "text": 13.0}  # seconds of a training while another one runs
 
 
 def cases(options: RunOptions) -> list[Case]:
-    """Runs of the protocol, and those of an asynchronous pipeline; a smoke run takes the first of each kind.
+    """The protocol's runs, and runs of an asynchronous pipeline; a smoke run has the first of each kind.
 
-    Raises ValueError for data that is missing or can't be trained on, before anything is run.
+    Raises ValueError, before anything runs, for data that is missing or can't be trained on.
     """
     if options.data is not None:
         check_folders(options.data)
@@ -56,7 +56,7 @@ def _training_cases(model: str, options: RunOptions) -> list[Case]:
             "seed": seed, "initial_seed": plan.initial[run], "processes": processes,
             "protocol": protocol.digest,
         }  # fmt: skip
-        in_turn = part in ("same seed", "micro-batches")  # all are compared with one reference
+        in_turn = part in ("same seed", "micro-batches")  # compared with one reference
         return Case(key, _seconds(model, options), group=f"{model}, one seed" if in_turn else "")
 
     sequential = plan.sequential[:2] if smoke else plan.sequential
@@ -81,7 +81,7 @@ def _seconds(model: str, options: RunOptions) -> float:
 
 
 def _asynchronous_cases(model: str, options: RunOptions) -> list[Case]:
-    """Cases at the recipe's rate and at 1/K of it; one stage shows what the lower rate alone does."""
+    """Cases at the recipe's learning rate and at 1/K of it; one stage shows the lower rate alone."""
     smoke, protocol = options.profile == "smoke", load_protocol()
     if smoke and model == "images":
         return []
@@ -99,7 +99,7 @@ def _asynchronous_cases(model: str, options: RunOptions) -> list[Case]:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    """Trains, and compares the weights with those of a reference where the case has one."""
+    """Trains, and compares the weights with a reference's if the case has one."""
     import torch
 
     from .consistency_tasks import task_of
@@ -119,7 +119,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 Result = tuple["Trained", list[Metric], dict[str, Any]]
-"""A training, its metrics besides the score, and its details."""
+"""A training, its metrics except the score, and its details."""
 
 
 def _run_training(key: dict[str, Any], subject: Subject, task: Task, options: RunOptions) -> Result:
@@ -144,7 +144,7 @@ def _run_training(key: dict[str, Any], subject: Subject, task: Task, options: Ru
 
 @cache
 def _reference(subject: Subject, setting: Setting) -> Trained:
-    """The training that others from its seed are compared with; cases of one group share it."""
+    """The training that others with its seed are compared with; cases of one group share it."""
     from .consistency_training import trained
 
     return trained(subject, setting)
@@ -166,7 +166,7 @@ def _run_asynchronous(key: dict[str, Any], subject: Subject, task: Task, options
 
 
 def _differences(trained: Trained, reference: Trained) -> list[Metric]:
-    """Differences of the weights, and of everything that is kept, running statistics included."""
+    """Differences of weights; the counts include running statistics."""
     from .consistency_training import is_statistic
 
     largest = squares = total = 0.0
@@ -201,7 +201,7 @@ _measured = partial(Metric, provenance="measured")
 
 
 def _details(task: Task, subject: Subject, curve: tuple[tuple[int, float, float], ...]) -> dict[str, Any]:
-    """Facts that tables and verdicts need. JSON has no word for a diverged training's numbers."""
+    """Facts for tables and verdicts. JSON has no word for infinite numbers of a diverged training."""
     return {
         "metric": task.metric,
         "higher_is_better": task.higher_is_better,

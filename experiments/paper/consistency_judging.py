@@ -1,6 +1,6 @@
-"""How consistent training is judged, from records alone, and what is shown of it.
+"""Judges consistent training from records alone, and shows the results.
 
-Nothing is called equal to a baseline that did not learn: weights that never moved are always equal.
+Nothing is called equal to a baseline that has not learned: weights that never change are always equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
 ANSWERS = {"reproduced": "agrees", "undecided": "no test", "above": "differs", "not comparable": "no test"}
-"""Answers, by the protocol's word."""
+"""Answers by the protocol's word."""
 WHY = {
     "images": (
         "Micro-batches change results here by what they are for batch normalization: each is normalized by "
@@ -40,9 +40,9 @@ WHY = {
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """The paper's one sentence, of every K: trainings on images with their own seeds, by Welch's interval,
-    which takes no spreads to be alike. It holds where it holds for each K: its number and both ends are the
-    largest of any.
+    """The result for the paper's sentence: trainings on images with their own seeds, by Welch's interval,
+    which does not assume equal spreads. The sentence must hold for every K, so number and interval ends are
+    the largest over K.
     """
     protocol, row, metric = load_protocol(), "distance to the sequential mean", None
     findings = {k: statistical(records, "images", k) for k in protocol.plans["images"].stages}
@@ -68,31 +68,31 @@ def cells(records: Sequence[Record]) -> list[Result]:
     ]  # fmt: skip
 
 
-# The test. The margin is in standard deviations of the sequential runs, which are estimated from the same
-# few runs that make their mean. So the distance follows a noncentral t, and its interval is exact, if scores
-# spread as much at every K. Welch's interval, which is not the protocol's, assumes nothing of the spreads.
+# The test. The margin is in standard deviations of the sequential runs, estimated from the same few runs as
+# their mean. So the distance follows a noncentral t distribution, and its interval is exact if scores spread
+# equally at every K. Welch's interval, which is not the protocol's, assumes nothing about spreads.
 
 
 def word_of(low: float, high: float, margin: float) -> str:
-    """Whether an interval lies within the margin, on both sides of its end, or outside."""
+    """The word for an interval within the margin, on both sides of its end, or outside."""
     if high <= margin:
         return "reproduced"
     return "undecided" if low <= margin else "above"
 
 
 def interval(distance: float, runs: int, baseline_runs: int, alpha: float) -> tuple[float, float]:
-    """The true distances, at least 0, that neither of two one-sided tests at `alpha` rejects."""
+    """The interval of true distances that two one-sided tests at `alpha` do not reject."""
     from scipy.special import nctdtrinc
 
-    # The standard deviation of the difference of the two means, in those of one run.
+    # The standard deviation of the difference of the means, relative to one run's.
     scale, freedom = math.sqrt(1 / runs + 1 / baseline_runs), baseline_runs - 1
-    # Centres of the distributions of which this much lies below what was observed.
+    # Centres of distributions with this share below the observed distance.
     low, high = (float(nctdtrinc(freedom, share, distance / scale)) for share in (1 - alpha, alpha))
     return scale * max(0.0, low), scale * high
 
 
 def welch(scores: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """How far the mean of the scores lies above that of others, with its 95 % interval; at least two each."""
+    """The difference of the means of scores and others, with its 95 % interval; at least two of each."""
     from scipy.special import stdtrit
 
     one, other = (statistics.variance(each) / len(each) for each in (scores, others))
@@ -105,8 +105,8 @@ def welch(scores: Sequence[float], others: Sequence[float]) -> tuple[float, floa
 
 
 def apart(records: Sequence[Record], model: str, num_stages: int) -> tuple[float, float, float]:
-    """How far the mean of a K's runs lies from that of the sequential ones, in standard deviations of these,
-    with both ends of Welch's interval. Raises ValueError without a baseline.
+    """The distance of the mean of a K's runs from the sequential mean, in standard deviations of the
+    sequential runs, with Welch's interval. Raises ValueError without a baseline.
     """
     found = baseline(records, model)
     if found is None or not found.deviation:
@@ -121,7 +121,7 @@ def apart(records: Sequence[Record], model: str, num_stages: int) -> tuple[float
 
 
 def select(records: Sequence[Record], part: str, model: str) -> list[Record]:
-    """Records of the trainings under the present protocol."""
+    """Records of trainings under the present protocol."""
     return of_case(records, part=part, model=model, protocol=load_protocol().digest)
 
 
@@ -137,7 +137,7 @@ def _scores(runs: Sequence[Record]) -> tuple[float, ...]:
 
 
 def learned(record: Record) -> bool:
-    """Whether the training met its own stated requirement."""
+    """Whether the training met its requirement."""
     score = score_of(record)
     return score is not None and _suffices(score, record, "required")
 
@@ -150,10 +150,10 @@ def _suffices(score: float, record: Record, what: str) -> bool:
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding of the protocol's test for one number of stages.
+    """The result of the protocol's test for one number of stages.
 
-    `distance` is that of the means, in standard deviations of one run, with the interval of the true one;
-    `word` the judge's: "reproduced", "undecided", "above", or with a `reason` "not comparable", "not run".
+    `distance` is that of the means, in standard deviations of one run, with its interval; `word` is
+    "reproduced", "undecided" or "above", or with a `reason` "not comparable" or "not run".
     """
 
     scores: tuple[float, ...] = ()
@@ -164,8 +164,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The sequential runs of one model. With a `reason` nothing is held against them, and `word` says whether
-    they are "not run" or "not comparable".
+    """The sequential runs of one model. With a `reason` nothing is compared with them, and `word` is "not
+    run" or "not comparable".
     """
 
     scores: tuple[float, ...]
@@ -176,7 +176,7 @@ class Baseline:
 
 
 def baseline(records: Sequence[Record], model: str) -> Baseline | None:
-    """None without records of it under the present protocol."""
+    """The sequential runs of a model; None without records under the present protocol."""
     runs = select(records, "baseline", model)
     if not runs:
         return None
@@ -191,7 +191,7 @@ def baseline(records: Sequence[Record], model: str) -> Baseline | None:
 
 
 def _missing(runs: Sequence[Record], seeds: Sequence[int], what: str) -> str:
-    """Which of the protocol's runs have not been finished."""
+    """How many of the protocol's runs are finished; empty if all are."""
     done = {run.case["seed"] for run in runs if run.status == "done"}
     count = sum(seed in done for seed in seeds)
     return "" if count == len(seeds) else f"{count} of the protocol's {len(seeds)} {what} are finished"
@@ -200,7 +200,7 @@ def _missing(runs: Sequence[Record], seeds: Sequence[int], what: str) -> str:
 def _problem(
     runs: Sequence[Record], scores: Sequence[float], mean: float, deviation: float, protocol: Protocol
 ) -> str:
-    """Why nothing can be held against these sequential runs."""
+    """Why nothing can be compared with these sequential runs; empty if it can."""
     if any(run.options != runs[0].options for run in runs):
         return "the sequential runs are of several data sets or devices; keep each in a folder of its own"
     if runs[0].options.get("seed", protocol.split_seed) != protocol.split_seed:
@@ -218,7 +218,7 @@ def _problem(
 
 
 def statistical(records: Sequence[Record], model: str, num_stages: int) -> Finding:
-    """The test of the runs with seeds of their own, by their mean."""
+    """The protocol's test of the runs with their own seeds, by their mean."""
     protocol = load_protocol()
     runs = [r for r in select(records, "own seeds", model) if r.case["num_stages"] == num_stages]
     scores, found = _scores(runs), baseline(records, model)
@@ -247,7 +247,7 @@ def statistical(records: Sequence[Record], model: str, num_stages: int) -> Findi
 
 
 def exact(record: Record) -> str:
-    """The verdict on a training that began like its reference and should have ended like it."""
+    """The verdict on a training that should end with its reference's weights."""
     largest = record.metric("largest weight difference")
     reference = record.metric("reference " + METRICS[str(record.case["model"])])
     if record.status != "done" or largest is None or largest.value is None:
@@ -260,7 +260,7 @@ def exact(record: Record) -> str:
 
 
 def spreads(records: Sequence[Record], model: str) -> dict[int, float]:
-    """For each K, the spread of runs with their own seeds, in standard deviations of the sequential runs."""
+    """For each K, the spread of its runs, in standard deviations of the sequential runs."""
     found = baseline(records, model)
     if found is None or not found.deviation:
         return {}
@@ -269,7 +269,7 @@ def spreads(records: Sequence[Record], model: str) -> dict[int, float]:
 
 
 def beyond_the_margin(records: Sequence[Record], model: str) -> list[int]:
-    """The K whose Welch's interval reaches beyond the margin, where there are runs enough for a per cent."""
+    """Each K whose Welch's interval reaches beyond the margin, if there are enough runs."""
     found, protocol = baseline(records, model), load_protocol()
     if found is None or len(found.scores) < FEWEST:
         return []
@@ -278,7 +278,7 @@ def beyond_the_margin(records: Sequence[Record], model: str) -> list[int]:
     return [k for k in enough if apart(records, model, k)[2] > protocol.margin]
 
 
-# Text: statistics, weights and what micro-batches change; asynchronous training stands beside it for contrast
+# Text: statistics, weights, the effect of micro-batches, and asynchronous training for comparison
 
 
 def tables(records: Sequence[Record]) -> str:
@@ -300,13 +300,13 @@ def _shown(model: str, score: float | None) -> str:
 
 
 def _points(model: str, *differences: float, sign: str = "+") -> tuple[str, ...]:
-    """Differences of scores: of accuracies in points, which are per cents without their sign."""
+    """Differences of scores; of accuracies in percentage points."""
     scale = 100 if model == "images" else 1
     return tuple(f"{scale * each:{sign}.2f}" for each in differences)
 
 
 def _evidence(records: Sequence[Record], model: str) -> str:
-    """Table of one model: the sequential runs, (a) every K's with their own seeds, (b) with the same seed."""
+    """The table of one model: sequential runs, (a) each K with its own seeds, (b) with the same seed."""
     found, protocol = baseline(records, model), load_protocol()
     if found is None or not found.scores:
         return ""
@@ -320,7 +320,7 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     for record in several:
         processes, compared = record.case["processes"], record.metric("numbers compared")
         where = f", {processes} processes" if processes != 1 else ""
-        # A reason stands below the table.
+        # The reason is below the table.
         word = exact(record).replace("not judged: the training did not learn", "not judged")
         size = "" if compared is None or compared.value is None else f" ({compared.value:,} numbers)"
         name = f"(b) K = {record.case['num_stages']}{where}, the seed of K = 1"
@@ -349,7 +349,7 @@ def _evidence(records: Sequence[Record], model: str) -> str:
 
 
 def _own_seeds(model: str, num_stages: int, finding: Finding, found: Baseline) -> list[str]:
-    """The line of one K."""
+    """The table's line for one K."""
     scores, spread, difference, mean = finding.scores, "", "", ""
     if len(scores) > 1 and len(found.scores) > 1:
         (spread,) = _points(model, statistics.stdev(scores), sign="")
@@ -366,7 +366,7 @@ def _own_seeds(model: str, num_stages: int, finding: Finding, found: Baseline) -
 
 
 def _unequal(records: Sequence[Record], model: str) -> str:
-    """Text about an assumption of the protocol's test that the records contradict."""
+    """A text if the records contradict the test's assumption of equal spreads."""
     ratios = spreads(records, model)
     if not ratios:
         return ""
@@ -381,7 +381,7 @@ def _unequal(records: Sequence[Record], model: str) -> str:
 
 
 def _microbatches(records: Sequence[Record], model: str) -> str:
-    """Table of runs that may differ: the same seed at other numbers of micro-batches."""
+    """A table of the same seed with other numbers of micro-batches, which may differ."""
     lines, digests = [], {}
     for record in of_case(select(records, "micro-batches", model), "done"):
         values = {metric.name: metric.value or 0.0 for metric in record.metrics}
@@ -409,7 +409,7 @@ def _microbatches(records: Sequence[Record], model: str) -> str:
 
 
 def _asynchronous(records: Sequence[Record], model: str) -> str:
-    """Table of asynchronous trainings beside GPipe's from the same seed, which is the same at any K."""
+    """A table of asynchronous trainings beside GPipe's with the same seed, which is equal for all K."""
     lines = []
     for name, record in _beside_each_other(records, model):
         loss, values = record.details["curve"][-1][1], {each.name: each.value for each in record.metrics}
@@ -431,8 +431,8 @@ def _asynchronous(records: Sequence[Record], model: str) -> str:
 
 
 def _beside_each_other(records: Sequence[Record], model: str) -> Iterator[tuple[str, Record]]:
-    """The asynchronous trainings after GPipe's from the same seed, by names such as `asynchronous, K = 8,
-    stashing, rate / 8`. With one stage nothing is stale, so it is a sequential one.
+    """GPipe's training, then asynchronous ones with the same seed, by names such as `asynchronous, K = 8,
+    stashing, rate / 8`. With one stage nothing is stale, so it is sequential.
     """
     found = of_case(select(records, "asynchronous", model), "done")
     reference = of_case(select(records, "own seeds", model), num_stages=1)
@@ -445,7 +445,7 @@ def _beside_each_other(records: Sequence[Record], model: str) -> Iterator[tuple[
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Final scores against the sequential runs, a column for each model; nothing without records."""
+    """Figures of final scores beside the sequential runs, a panel for each model; none without records."""
     found = {model: each for model in TITLES if (each := baseline(records, model)) is not None}
     models = {model: each for model, each in found.items() if len(each.scores) > 1}
     plot = Plot(

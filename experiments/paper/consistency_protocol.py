@@ -1,11 +1,11 @@
-"""What a consistency run trains, on whose data and from which seeds: plain data, fixed before the runs.
+"""The recipes, data and seeds of consistency runs: plain data, fixed before the runs.
 
-The image recipe is the one with which AmoebaNet-D was submitted to DAWNBench (tensorflow/tpu
-`models/official/amoeba_net`). The paper's AmoebaNet-D (2, 128) is (6, 128) here, by all cells. The text
-recipe is Lingvo's for its one-billion-word GPipe model. Scaling changes sizes and lengths and nothing else.
+The image recipe is AmoebaNet-D's submission to DAWNBench (tensorflow/tpu `models/official/amoeba_net`). The
+paper's AmoebaNet-D (2, 128) is (6, 128) here, counting all cells. The text recipe is Lingvo's for its
+one-billion-word GPipe model. Scaled recipes change only sizes and lengths.
 
-Seeds, numbers of runs and the margin stand in results/consistency-protocol.toml and nowhere else, so none can
-change after a look at the results: every record names the file's digest, and is judged under no other.
+Seeds, numbers of runs and the margin are only in results/consistency-protocol.toml, so that none can change
+after results are seen: every record has the file's digest, and is judged under this protocol alone.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class ImageRecipe:
     """AmoebaNet-D and its training.
 
     Args:
-        stem_filters: None: the reference's 32, which would be most of a small model.
-        learning_rate_per_example: the rate after the warm-up is this times `batch_size`.
-        decay_per_epoch: factor of the rate after each epoch, down to `lowest_rate` of the first rate. During
-            the warm-up the rate grows linearly from 0 instead.
-        epsilon: what RMSProp adds inside the square root, as TensorFlow's does.
+        stem_filters: None: the reference's 32, too many for a small model.
+        learning_rate_per_example: times `batch_size` the learning rate after the warm-up.
+        decay_per_epoch: factor of the rate per epoch, down to `lowest_rate` of the first rate. In the warm-up
+            the rate grows linearly from 0.
+        epsilon: RMSProp's, added inside the square root, as in TensorFlow.
         weight_decay: L2, of convolution and dense weights only.
-        average_decay: of the moving average of the weights.
+        average_decay: decay of the moving average of the weights.
         augment: random box crops and horizontal flips; digits must not be flipped.
-        required_accuracy: held-out accuracy that the mean of the trainings must reach to count as learned;
-            0: ten points more than always naming the commonest class.
-        floor_accuracy: held-out accuracy that each training must reach; 0: `required_accuracy`.
+        required_accuracy: least mean held-out accuracy of trainings that have learned; 0: ten points above
+            always naming the commonest class.
+        floor_accuracy: least held-out accuracy of each training; 0: `required_accuracy`.
     """
 
     num_layers: int
@@ -86,7 +86,7 @@ DIGITS = replace(
     required_accuracy=0.97, floor_accuracy=0.94, num_microbatches=2,
 )  # fmt: skip
 """Scaled down to seconds on a laptop: NASNet's stem for small images, a higher rate that falls almost as far
-in 7 epochs as in 35, and more weight decay because 1,438 images invite learning by heart."""
+in 7 epochs as in 35, and more weight decay because 1,438 images are easily memorized."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +94,11 @@ class TextRecipe:
     """A Transformer and its training.
 
     Args:
-        vocab_size: pieces of the tokenizer, trained on the training text.
+        vocab_size: number of pieces of the tokenizer, which is trained on the training text.
         learning_rate: factor of the Transformer's schedule, d^-0.5 min(step^-0.5, step * warmup_steps^-1.5);
             steps count from 1.
-        required_ratio: held-out perplexity over the unigram model's must be below this to count as learned.
+        required_ratio: the model has learned if its held-out perplexity over the unigram model's is below
+            this.
     """
 
     num_layers: int
@@ -131,12 +132,12 @@ TOPICS = TextRecipe(
 """Scaled down to seconds on a laptop, in every profile."""
 
 SMALL_SAMPLE = 1797
-"""How many of the user's images the scaled-down profiles take: as many as there are digits."""
+"""Number of the user's images in scaled-down profiles: as many as there are digits."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained on which data. It can be pickled: another process loads the data itself."""
+    """A recipe and its data. It can be pickled: another process loads the data itself."""
 
     model: str
     recipe: ImageRecipe | TextRecipe
@@ -146,7 +147,7 @@ class Subject:
 
 
 def subject_of(model: str, options: RunOptions) -> Subject:
-    """The recipe of the profile on the user's data or the default."""
+    """The profile's recipe, with the user's data or the default."""
     full, smoke = options.profile == "full", options.profile == "smoke"
     if model == "text":
         return Subject(model, replace(TOPICS, num_steps=8) if smoke else TOPICS, split_seed=options.seed)
@@ -159,7 +160,7 @@ def subject_of(model: str, options: RunOptions) -> Subject:
 
 
 def check_folders(path: str) -> None:
-    """Raises ValueError for a path that does not hold a folder for each of two classes or more."""
+    """Raises ValueError unless the path has a folder for each of at least two classes."""
     root = Path(path)
     if not root.is_dir():
         raise ValueError(f"--data {path}: there is no such folder; give one with a folder per class")
@@ -179,7 +180,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         sequential: seeds of the sequential runs
-        initial: seeds of the initial weights: run i begins with number i, whatever K is
+        initial: seeds of initial weights: that of run i is number i, for every K
         stages: seeds of the runs with K stages, by K
     """
 
@@ -197,10 +198,9 @@ class Protocol(msgspec.Struct, frozen=True):
     """The content of results/consistency-protocol.toml.
 
     Args:
-        margin: distance in standard deviations of the sequential runs up to which accuracies are the same
-        alpha: level of each of the two one-sided tests; the interval that must lie inside the margin has the
-            confidence 1 - 2 alpha
-        split_seed: seed of the choice of held-out examples
+        margin: distance, in standard deviations of the sequential runs, up to which accuracies are equal
+        alpha: level of each of two one-sided tests; the interval within the margin has confidence 1 - 2 alpha
+        split_seed: seed that chooses held-out examples
         plans: the plan of each model
     """
 
@@ -212,7 +212,7 @@ class Protocol(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """The beginning of `sha256`, which records and pages show."""
+        """The first digits of `sha256`, for records and pages."""
         return self.sha256[:12]
 
 

@@ -1,7 +1,7 @@
 """The two trainings: AmoebaNet-D on images and a Transformer on text, each with its data, loss and optimizer.
 
-A task is immutable once made; everything random in it is a function of a seed and a step, so a training can
-be taken up at any step. The default data come with Python and scikit-learn, so nothing is downloaded.
+A task does not change; everything random in it depends on a seed and a step, so a training can resume at any
+step. The default data come with Python and scikit-learn; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Batch = tuple[Tensor, Tensor]
 
 @cache
 def task_of(subject: Subject) -> Task:
-    """Loads the data and makes the task. Raises ValueError where the user's are too few for the recipe."""
+    """Loads the data and makes the task. Raises ValueError if the user's data are too few for the recipe."""
     recipe, seed, path = subject.recipe, subject.split_seed, subject.data
     if not isinstance(recipe, ImageRecipe):
         return TextTask(recipe, topics(), seed)
@@ -38,7 +38,7 @@ def task_of(subject: Subject) -> Task:
 
 
 def derived(*numbers: int) -> torch.Generator:
-    """A generator for one purpose: numbers such as (seed, epoch) that name it."""
+    """A generator for one purpose, named by numbers such as (seed, epoch)."""
     value = 0
     for number in numbers:
         value = (value * 1_000_003 + number + 0x9E37) % (2**63)
@@ -46,8 +46,8 @@ def derived(*numbers: int) -> torch.Generator:
 
 
 def chosen(step: int, seed: int, num_examples: int, batch_size: int) -> Tensor:
-    """Indices of the examples of a mini-batch; an epoch has an order of its own, and its incomplete last
-    mini-batch is left out.
+    """Indices of a mini-batch's examples; every epoch has its own order, and leaves out its incomplete last
+    mini-batch.
     """
     epoch, place = divmod(step, num_examples // batch_size)
     order = torch.randperm(num_examples, generator=derived(seed, epoch, 1))
@@ -55,7 +55,7 @@ def chosen(step: int, seed: int, num_examples: int, batch_size: int) -> Tensor:
 
 
 def even_parts(number: int, size: int) -> Sequence[slice]:
-    """Slices of `number` things, in parts of about `size`, none much smaller than the others."""
+    """Slices that divide `number` things evenly into parts of about `size`."""
     parts = max(1, round(number / size))
     return [slice(number * i // parts, number * (i + 1) // parts) for i in range(parts)]
 
@@ -66,10 +66,10 @@ def even_parts(number: int, size: int) -> Sequence[slice]:
 class ImageTask:
     """AmoebaNet-D on images, as its recipe says.
 
-    What it shares with the task on text: `count` sums over a held-out batch, and `score` turns the sums into
-    the value named `metric`. Trainings count as learned if their mean reaches `required` and none misses
-    `floor`. `build` draws from torch's default generator; `optimizer` takes a whole model's named parameters
-    or one stage's. Without an `average_decay` the weights themselves are evaluated.
+    Like the text task: `count` sums over a held-out batch, and `score` turns the sums into the value named
+    `metric`. Trainings have learned if their mean reaches `required` and none misses `floor`. `build` draws
+    from torch's default generator; `optimizer` takes named parameters of the model or a stage. Without
+    `average_decay` the weights themselves are evaluated.
     """
 
     metric, unit, higher_is_better = "held-out accuracy", "ratio", True
@@ -102,7 +102,7 @@ class ImageTask:
         return class_loss(output, target, self.recipe.label_smoothing)
 
     def optimizer(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        """Weight decay on convolution and dense weights alone: all that has more than one dimension."""
+        """The optimizer; weight decay is for convolution and dense weights: those with several dimensions."""
         parameters, recipe = [parameter for _, parameter in named], self.recipe
         groups = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": recipe.weight_decay},
@@ -134,15 +134,15 @@ class ImageTask:
 
 
 class RMSPropTF(torch.optim.Optimizer):
-    """TensorFlow's RMSProp, as the recipe needs it.
+    """TensorFlow's RMSProp, which the recipe needs.
 
-    torch's keeps epsilon outside the root and starts its averages at zero; the recipe's epsilon of 1 only
-    makes sense inside the root, with averages that start at one.
+    torch's RMSProp adds epsilon outside the root and starts its averages at zero; the recipe's epsilon of 1
+    only makes sense inside the root, with averages that start at one.
 
     `square` follows g^2; `velocity = momentum * velocity + lr * g / sqrt(square + eps)` is subtracted.
 
     Args:
-        lr: may be changed between steps; the velocity holds steps already multiplied by it.
+        lr: may change between steps; the velocity has steps already multiplied by it.
         decay: of the average of squares, which starts at 1.
         weight_decay: L2, added to the gradient; set it per parameter group.
     """
@@ -155,7 +155,7 @@ class RMSPropTF(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; parameters without a gradient stay."""
+        """One update; parameters without a gradient are unchanged."""
         if closure is not None:
             raise ValueError("RMSPropTF takes no closure; compute the gradients before step()")
         for group in self.param_groups:
@@ -179,8 +179,8 @@ HELD_OUT_IMAGES = 0.2
 
 
 class Images:
-    """Training and held-out examples. `load(index, is_training)` gives an image (3, S, S) in [-1, 1] and its
-    class; in training it may draw from torch's default generator. `targets` are the classes of all.
+    """Training and held-out examples. `load(index, is_training)` returns an image (3, S, S) in [-1, 1] and
+    its class; in training it may draw from torch's default generator. `targets` are all classes.
     """
 
     def __init__(
@@ -189,10 +189,10 @@ class Images:
     ) -> None:  # fmt: skip
         self.load, self.train, self.held_out, self.num_classes = load, train, held_out, num_classes
         counts = torch.bincount(torch.tensor([targets[i] for i in held_out]), minlength=num_classes)
-        self.most_frequent = float(counts.max() / counts.sum())  # share of the commonest class, held out
+        self.most_frequent = float(counts.max() / counts.sum())  # share of the commonest held-out class
 
     def batch(self, indices: Iterable[int], seed: int | None) -> tuple[Tensor, Tensor]:
-        """Images (N, 3, S, S) and classes (N,); for training with the seed of what is drawn."""
+        """Images (N, 3, S, S) and classes (N,); in training `seed` is that of augmentation."""
         with torch.random.fork_rng(devices=[]):
             if seed is not None:
                 torch.manual_seed(seed)
@@ -201,7 +201,7 @@ class Images:
 
 
 def split(number: int, seed: int, limit: int | None = None) -> tuple[list[int], list[int]]:
-    """Indices for training and held out, by the seed; at most `limit` in all."""
+    """Training and held-out indices, by the seed; at most `limit` in all."""
     order = torch.randperm(number, generator=derived(seed, 2)).tolist()[:limit]
     held_out = max(1, round(len(order) * HELD_OUT_IMAGES))
     return order[held_out:], order[:held_out]
@@ -221,9 +221,7 @@ def digits(image_size: int, split_seed: int) -> Images:
 
 
 def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit: int | None) -> Images:
-    """A folder per class at `path`, decoded when needed. `limit` caps the number of examples, training and
-    held out together.
-    """
+    """Images in a folder per class at `path`, decoded when needed. `limit` caps the number of examples."""
     import_torchvision()
     from torchvision.datasets import ImageFolder
 
@@ -241,7 +239,7 @@ def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit
 
 
 def _transforms(size: int, *, augment: bool) -> Mapping[bool, Callable[[Any], Tensor]]:
-    """For training a random box, flip and colours; for evaluation the central 87.5 % of both sides."""
+    """In training a random box, flip and colours; in evaluation the central 87.5 % of both sides."""
     from torchvision import transforms as T
 
     end = [T.ToTensor(), T.Normalize(3 * [0.5], 3 * [0.5])]
@@ -251,11 +249,11 @@ def _transforms(size: int, *, augment: bool) -> Mapping[bool, Callable[[Any], Te
     return {False: plain, True: T.Compose([*box, T.ColorJitter(0.125, 0, 0.1), *end]) if augment else plain}
 
 
-# Text. Tokenizer, unigram model and training examples come from the training part alone.
+# Text. Tokenizer, unigram model and training examples use the training part only.
 
 HELD_OUT_TEXT = 0.1
 BLOCK_CHARACTERS = 2000
-"""Held out are blocks of about this length, so that what is predicted has a context of its own."""
+"""Length of held-out blocks, long enough to give predictions a context of their own."""
 
 
 class TextTask:
@@ -281,8 +279,8 @@ class TextTask:
         inputs = held_out_tokens[: count * recipe.seq_len].view(count, -1)
         targets = held_out_tokens[1 : count * recipe.seq_len + 1].view(count, -1)
         self.held_out_examples = inputs, targets
-        # The model must undercut one that knows each token's frequency in training, with one added
-        # to every count.
+        # The model must be better than one that knows each token's frequency in training, with one added to
+        # every count.
         frequencies = torch.bincount(self.train_tokens, minlength=recipe.vocab_size).double() + 1
         surprise = -(frequencies / frequencies.sum()).log()
         self.unigram = math.exp(float(surprise[targets].mean()))
@@ -325,7 +323,7 @@ class TextTask:
         return float(loss), float(target.numel())
 
     def score(self, total: float, number: float) -> float:
-        return math.exp(min(total / number, 700.0))  # a diverged model's is finite, and absurd
+        return math.exp(min(total / number, 700.0))  # limits a diverged model's
 
 
 Task = ImageTask | TextTask
@@ -340,7 +338,7 @@ def topics() -> str:
 
 
 def blocks_of(text: str) -> list[str]:
-    """Consecutive paragraphs, each kept the first time only, in blocks of about `BLOCK_CHARACTERS`."""
+    """Consecutive paragraphs, without repetitions, in blocks of about `BLOCK_CHARACTERS`."""
     blocks: list[list[str]] = [[]]
     for paragraph in filter(None, dict.fromkeys(part.strip() for part in re.split(r"\n\s*\n", text))):
         if sum(map(len, blocks[-1])) >= BLOCK_CHARACTERS:

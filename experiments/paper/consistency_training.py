@@ -1,4 +1,4 @@
-"""One training, from its seed to its weights: sequential or pipelined, over processes, or stale."""
+"""Runs one training: sequential, pipelined, over processes, or with stale weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .consistency_tasks import Task, task_of
 
 @dataclass(frozen=True)
 class Setting:
-    """How a training is laid out.
+    """How a training runs.
 
     Args:
-        engine: "pipeline"; "sequential" is the plain model without any, so one stage and one micro-batch
-        seed: of the mini-batches, what augments them, and dropout
+        engine: "pipeline", or "sequential" for the plain model (one stage, one micro-batch)
+        seed: of mini-batches, augmentation and dropout
         device: "cpu" or "cuda"
-        initial_seed: of the initial weights; None: the same
+        initial_seed: of the initial weights; default: `seed`
     """
 
     engine: str = "pipeline"
@@ -41,7 +41,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trained:
-    """Result of a training. `curve` holds (steps done, mean training loss since the last, score)."""
+    """The result of a training. `curve` has (steps done, mean training loss since the last, score)."""
 
     curve: tuple[tuple[int, float, float], ...]
     weights: dict[str, Tensor]  # parameters and buffers
@@ -62,31 +62,31 @@ class Trained:
 
 
 def is_statistic(name: str) -> bool:
-    """Whether an entry of a state dict is batch normalization's and not a weight."""
+    """Whether an entry of a state dict is a statistic of batch normalization, not a weight."""
     return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
 
 
 def trained(subject: Subject, setting: Setting, processes: int = 1) -> Trained:
-    """Trains, with a process for each stage where several are asked for."""
+    """Trains, with a process per stage if `processes` is above 1."""
     if processes == 1:
         return train(task_of(subject), setting)
     if setting.device == "cuda" and devices.count("cuda") < processes:
-        setting = replace(setting, device="cpu")  # what is asked is whether processes change anything
+        setting = replace(setting, device="cpu")  # the question is whether processes change results
     parts: list[Trained] = launch(train_rank, processes, subject, setting, device=setting.device)
     weights = {name: tensor for part in parts for name, tensor in part.weights.items()}
     return replace(parts[-1], weights=weights)
 
 
 def train_rank(subject: Subject, setting: Setting) -> Trained:
-    """One process of several: its stage of the model."""
+    """Trains one stage of the model, in one process of several."""
     if setting.device == "cuda":
         setting = replace(setting, device=f"cuda:{distributed.get_rank()}")
     return train(task_of(subject), setting, group=distributed.group.WORLD)
 
 
 def train(task: Task, setting: Setting, *, group: distributed.ProcessGroup | None = None) -> Trained:
-    """Trains. With a `group` all ranks must call; each returns the weights of its own stage, and only the
-    last rank's scores count.
+    """Trains. With a `group` all ranks must call; each returns its own stage's weights, and only the last
+    rank's scores are valid.
     """
     torch.manual_seed(setting.seed if setting.initial_seed is None else setting.initial_seed)
     model = task.build().to(setting.device)
@@ -105,7 +105,7 @@ def train(task: Task, setting: Setting, *, group: distributed.ProcessGroup | Non
         inputs, target = (each.to(setting.device) for each in task.batch(step, setting.seed))
         if pipeline is not None:
             loss = pipeline.step(inputs, target, task.loss)
-        else:  # one forward, one backward, with the draws of a pipeline's only micro-batch
+        else:  # one forward and backward, with the draws
             loss = task.loss(_plain(model, inputs, setting.seed, step, setting.device), target)
             torch.autograd.backward(loss)
         optimizer.step()
@@ -121,7 +121,7 @@ def _plain(model: nn.Sequential, inputs: Tensor, seed: int, step: int, device: s
 
 
 class _Curve:
-    """What a training comes to: `points` of steps done, mean loss since the last, and held-out score."""
+    """The curve of a training: `points` of steps done, mean loss since the last, and held-out score."""
 
     def __init__(self, task: Task, module: nn.Module, device: str = "cpu") -> None:
         self._task, self._module, self._device = task, module, device
@@ -131,7 +131,7 @@ class _Curve:
         self.points: list[tuple[int, float, float]] = []
 
     def add(self, loss: float) -> None:
-        """Takes the loss of one more step."""
+        """Adds the loss of one more step."""
         self._done += 1
         self._losses.append(loss)
         if self._average is not None:
@@ -146,9 +146,7 @@ class _Curve:
 def evaluate(
     task: Task, module: nn.Module, average: WeightAverage | None = None, device: str = "cpu"
 ) -> float:
-    """The score on the held-out examples, of the averaged weights if there are any. NaN where the output is
-    on another rank.
-    """
+    """The score on held-out examples, with averaged weights if any. NaN if the output is on another rank."""
     total = number = 0.0
     module.eval()
     with nullcontext() if average is None else average.applied():
@@ -162,9 +160,9 @@ def evaluate(
 
 
 class WeightAverage:
-    """Follows the floating-point state of a module, running statistics included; `applied` lends it the
-    averages for an evaluation. The decay rises to its final value by TensorFlow's ramp, so that short
-    trainings do not average in their random beginning.
+    """The moving average of a module's floating-point state, running statistics included; `applied` lends it
+    to the module for an evaluation. The decay rises to its final value by TensorFlow's ramp, so that short
+    trainings do not average in their random start.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -175,13 +173,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, num_updates: int) -> None:
-        """Takes the weights in after update number `num_updates`, counted from 1."""
+        """Adds the weights after update number `num_updates`, counted from 1."""
         decay = min(self._decay, (1.0 + num_updates) / (10.0 + num_updates))
         torch._foreach_lerp_(list(self.average.values()), list(self._live.values()), 1.0 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the module holds the averages; afterwards its own values, bit for bit."""
+        """Inside, the module has the averages; afterwards its own values, bit for bit."""
         own = _copied(self._live, self._live)
         _put(self._live, self.average)
         try:
@@ -190,28 +188,28 @@ class WeightAverage:
             _put(self._live, own)
 
 
-# What inconsistency looks like: an asynchronous pipeline in the manner of PipeDream. Whole mini-batches
-# stream through K stages in 1F1B order, and every stage updates its weights after each backward. So stage k,
-# counted from 0, runs the forward of a mini-batch K - 1 - k updates before the one that its gradient makes.
-# With weight stashing the backward uses the weights of its forward, which the stage keeps; without, whatever
-# they are by then, and the gradient belongs to no function at all. A gradient depends on nothing that comes
-# later, so the mini-batches are gone through one after the other, each stage with the weights that it had.
+# Inconsistent training, for comparison: an asynchronous pipeline like PipeDream's. Mini-batches stream
+# through K stages in 1F1B order, and every stage updates its weights after each backward. So stage k, counted
+# from 0, runs a mini-batch's forward K - 1 - k updates before that mini-batch's own update. With weight
+# stashing the backward uses the weights of its forward, which the stage keeps; without, it uses the current
+# weights, and the gradient belongs to no function. A gradient depends on nothing later, so mini-batches are
+# run one after another, each stage with the weights that it would have.
 
 
 @dataclass(frozen=True)
 class Asynchronous(Trained):
-    """Result of an asynchronous training of more than K mini-batches, an entry per stage."""
+    """The result of an asynchronous training of more than K mini-batches, with an entry per stage."""
 
-    staleness: tuple[int, ...]  # updates between a mini-batch's forward and its own, largest
-    versions: tuple[int, ...]  # of the weights, kept at once, with the current one
-    weight_bytes: tuple[int, ...]  # all versions together, at most
+    staleness: tuple[int, ...]  # most updates between a mini-batch's forward and its own
+    versions: tuple[int, ...]  # most versions of the weights at a time
+    weight_bytes: tuple[int, ...]  # of all versions together, at most
 
 
 def train_asynchronously(
     task: Task, num_stages: int, seed: int, *, stash: bool, rate: float = 1.0, initial_seed: int | None = None
 ) -> Asynchronous:
-    """Trains by the task's recipe, update for update, with stale weights and `rate` times its learning rate.
-    The initial weights are those of `initial_seed`, or of `seed`. CPU only.
+    """Trains by the task's recipe, with stale weights and `rate` times its learning rate. Initial weights are
+    those of `initial_seed`, or of `seed`. CPU only.
     """
     torch.manual_seed(seed if initial_seed is None else initial_seed)
     model = task.build()
@@ -222,7 +220,7 @@ def train_asynchronously(
         [f"{layers[i][0]}.{name}" for i in span for name, _ in layers[i][1].named_parameters()]
         for span in cut
     ]
-    versions = [  # of each stage, from that of the forward to the latest
+    versions = [  # of each stage, from the forward's to the latest
         deque([_copied(weights, names)], maxlen=num_stages - stage) for stage, names in enumerate(stages)
     ]
     optimizer, curve = task.optimizer(weights.items()), _Curve(task, model)
@@ -264,8 +262,8 @@ def _copied(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Te
 
 
 def _put(weights: Mapping[str, Tensor], version: Mapping[str, Tensor]) -> None:
-    """Overwrites them. `.data` has no version counter of its own: autograd does not notice that a backward
-    meets other weights than its forward, and that is what training without stashing means.
+    """Overwrites the weights. `.data` has no version counter, so autograd does not notice that a backward
+    uses other weights than its forward: that is training without stashing.
     """
     for name, tensor in version.items():
         weights[name].data.copy_(tensor)

@@ -1,11 +1,11 @@
-"""Our replayed numbers beside the paper's: as text, as figures, and the sentences that they answer.
+"""Shows our replayed numbers beside the paper's: text, figures, and results for the paper's sentences.
 
-What the timed tables show is one long table, a row for each number of one configuration, ours or published:
+The timed tables' numbers are one long table, with a row per number of a configuration, ours or published:
 
     title, cell, K, M, N | metric | value, low, high, n | provenance | text
 
-A table selects metrics and pivots them, a figure hands the same rows to seaborn. A sentence such as "almost
-linear" is tested by one number and by what its words admit (results/unknowns.toml).
+A table pivots selected metrics, and seaborn draws the same rows. A sentence such as "almost linear" is tested
+by one number and the range that its words admit (results/unknowns.toml).
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ UNKNOWN = (
     "Run it where two processes have a core each."
 )
 FEWEST_ERRORS = 3
-"""Steps of one model that ran for real below which those of the other models of the table count as well."""
+"""With fewer measured steps of a model, those of the table's other models count as well."""
 NOT_JUDGED = (
     "small models on this machine's cores against the paper's accelerators, so the cell is not judged"
 )
 Of = Literal["a step", "a quotient", "a quotient of quotients", "an increase"]
-"""What a replayed number is made of: a share of one step has the error of a replay; a quotient of two steps
-that of two, a quotient of two such quotients that of four; an increase is a quotient less 1, in percent."""
+"""What a replayed number consists of: a share of one step has the error of one replay, a quotient of two
+steps that of two, a quotient of two quotients that of four; an increase is a quotient minus 1, in per
+cent."""
 
 
 def of_steps(records: Sequence[Record]) -> list[Record]:
-    """Records of a table's steps: their cases have no `part`."""
+    """The records of a table's steps, whose cases have no `part`."""
     return [record for record in records if "part" not in record.case]
 
 
 def by_model(records: Sequence[Record], models: Iterable[str], **case: Scalar) -> dict[str, Record]:
-    """The finished record of each model that has one of such a case, in the order of the models."""
+    """The finished record with this case for each model that has one, in the order of `models`."""
     found = {model: find(records, "done", model=model, **case) for model in models}
     return {model: record for model, record in found.items() if record is not None}
 
 
 @functools.cache
 def published(table: str) -> dict[tuple[str, str, str], PaperNumber]:
-    """The numbers of a table by source, row and column."""
+    """The published numbers of a table by source, row and column."""
     return {
         (cell.source, cell.row, cell.column): cell
         for cell in load_paper()
@@ -66,10 +67,10 @@ def published(table: str) -> dict[tuple[str, str, str], PaperNumber]:
 def derived(
     name: str, formula: Callable[..., float], *of: Metric | None, unit: str = "ratio"
 ) -> Metric | None:
-    """A number worked out of others, turn by turn where all were measured in turns.
+    """A number computed from others, turn by turn if all were measured in turns.
 
-    A drift of the machine moves all numbers of a turn, so their quotient keeps out of it. None where one of
-    them has no value, or is a zero that the formula divides by.
+    A drift of the machine changes all numbers of a turn alike, and not their quotient. None if one of them
+    has no value, or the formula divides by zero.
     """
     known = [each for each in of if each is not None and each.value is not None]
     if len(known) < len(of):
@@ -88,33 +89,33 @@ SPEED_UPS = {
     "table2-amoebanet": ("AmoebaNet-D: share of a linear speed-up", "K=8 over K=2, M=32", 4.0),
     "table2-transformer": (_LARGER, "K=8 / K=2, M=32", 1.0),
 }
-"""Sentences on Table 2 beyond its cells, computed and run here alike: row, column and the divisor of the
-number, which is throughput at M = 32 with 8 stages over that with 2."""
+"""Sentences on Table 2 beyond its cells: row, column, and the divisor of throughput with 8 stages over that
+with 2, at M = 32."""
 
 
 def over_the_formula(k: int, m: int, shares: Mapping[str, float]) -> float:
-    """The share of the bubble over the formula's, of the shares of all parts in percent."""
+    """The bubble's share over the formula's, from the shares of all parts in per cent."""
     return shares["bubble"] / (100 * (k - 1) / (m + k - 1))
 
 
 def over_the_next(k: int, m: int, shares: Mapping[str, float]) -> float:
-    """Recomputation over the next largest overhead, likewise."""
+    """Recomputation's share over the next largest overhead's."""
     return shares["recompute"] / max(shares[part] for part in shares.keys() - {"computation", "recompute"})
 
 
 OF_SHARES = {"bubble observed over (K-1)/(M+K-1)": over_the_formula, NEXT: over_the_next}
-"""The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1, section
-4.2, says both of two and of four stages of ResNet-101. The number of each sentence, by its row."""
+"""By row of a sentence, its number. v1, section 4.2, says of ResNet-101 on two and four stages that the
+bubble is slightly smaller than the formula's, and recomputation the largest overhead."""
 
 
 class Worst(float):
-    """The number of a sentence about several K, with every K's in words."""
+    """The number for a sentence about several K; `over` has every K's in words."""
 
     over: str
 
 
 def worst(row: str, column: str, of_each: Mapping[str, float]) -> Worst:
-    """A sentence about several K holds where it holds for each: the number that its bound likes least."""
+    """The number for a sentence about several K, which must hold for each: the worst for its bound."""
     bound = of_the_paper()[SENTENCES, row, column].bound
     number = Worst((min if bound == "at least" else max)(of_each.values()))
     number.over = ", ".join(f"{name}: {each:.3g}" for name, each in of_each.items())
@@ -125,7 +126,7 @@ def least(
     of: Mapping[str, Record], pairs: Iterable[tuple[str, str, str]],
     speed: Callable[[Record, str], Metric | None], divisor: float,
 ) -> tuple[str, Metric] | None:  # fmt: skip
-    """The model of the pair of configurations with the least quotient of speeds, and it over `divisor`."""
+    """The model with the least quotient of two configurations' speeds over `divisor`, and this quotient."""
 
     def quotient(one: float, other: float) -> float:
         return one / other / divisor
@@ -142,16 +143,14 @@ def least(
 def beside(
     records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str, of: Of
 ) -> Result:
-    """A cell that small models ran: it stands beside the paper's and is not judged."""
+    """The result for a cell that scaled models ran: shown beside the paper's number, not judged."""
     return _entry(records, record, place, metric, note, of, NOT_JUDGED)
 
 
 def sentence(
     records: Sequence[Record], record: Record, at: tuple[str, str], metric: Metric | None, note: str, of: Of
 ) -> list[Result]:
-    """The entry of a sentence of the text, by row and column; none where the records do not have what it is
-    about.
-    """
+    """The result for a sentence, by row and column; none if the records have no number for it."""
     return [] if metric is None else [_entry(records, record, (SENTENCES, *at), metric, note, of)]
 
 
@@ -159,7 +158,7 @@ def _entry(
     records: Sequence[Record], record: Record, place: Place, metric: Metric | None, note: str, of: Of,
     context: str = "",
 ) -> Result:  # fmt: skip
-    """A replayed number of a record with its range, by the replay's error in all records."""
+    """A result with a replayed number and its range, by the replay's error in all records."""
     spread = replayed_spread(metric, next_error(records, record.case["model"]), of)
     table, row, column = place
     return Result(
@@ -169,10 +168,10 @@ def _entry(
 
 
 def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] | None:
-    """Interval of the logarithm of measured over replayed seconds of another step of this model.
+    """The interval of log(measured / replayed seconds) for another step of this model.
 
-    Every step that ran for real counts, at whatever number of micro-batches, so the range covers both how
-    steps scatter and how the replay fits another schedule. None below two steps.
+    Every measured step counts, with any number of micro-batches, so the range covers both the scatter of
+    steps and the replay of another schedule. None below two steps.
     """
     errors: list[float] = []
     for several in (of_case(records, "done", model=model), of_case(records, "done")):
@@ -188,7 +187,7 @@ def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] 
 
 
 def prediction_interval(errors: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of one more draw from the normal distribution of these errors, at least two of them."""
+    """The 95 % interval of one more draw from the normal distribution of at least two errors."""
     from scipy.special import stdtrit
 
     middle, count = statistics.fmean(errors), len(errors)
@@ -198,8 +197,8 @@ def prediction_interval(errors: Sequence[float]) -> tuple[float, float]:
 
 
 def replayed_spread(metric: Metric | None, error: tuple[float, float] | None, of: Of) -> Spread | None:
-    """The range of a replayed number: its interval and the error of the replay (`next_error`), to both sides.
-    None where there is no number or where the error is not known.
+    """The range of a replayed number: its interval, widened by the replay's error (`next_error`). None
+    without a number or an error.
     """
     if metric is None or metric.value is None or error is None:
         return None
@@ -208,7 +207,7 @@ def replayed_spread(metric: Metric | None, error: tuple[float, float] | None, of
     high = value if metric.high is None else metric.high
     steps = {"a step": 1, "a quotient of quotients": 4}.get(of, 2)
     most = 1 + of_quotient(math.expm1(max(map(abs, error))), steps)
-    rest = 100.0 if of == "an increase" else 0.0  # of the quotient
+    rest = 100.0 if of == "an increase" else 0.0  # to the quotient
     parts = (interval_name(len(metric.samples)), "error of the replay")
     return Spread(low=(low + rest) / most - rest, high=(high + rest) * most - rest, parts=parts)
 
@@ -221,7 +220,7 @@ NAMES = {"normalised throughput": OURS, "normalised real throughput": RAN}
 
 
 def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> DataFrame:
-    """Every number of the configurations of `records`, and what is published and computed for them."""
+    """Every number of the records' configurations, with published and computed ones."""
     from pandas import DataFrame
 
     computed = {each.place: each for each in answers(records)}
@@ -243,7 +242,7 @@ _COLUMNS = (
     "record", "title", "scale", "cell", "K", "M", "N", "why", "part", "batch", "metric", "value", "low",
     "high", "text", "n",
 )  # fmt: skip
-"""Columns that are there whatever was measured."""
+"""Columns that always exist."""
 
 
 def _numbers(
@@ -277,7 +276,7 @@ def interval(metric: Metric) -> str:
 
 
 def throughput(numbers: DataFrame, title: str, *notes: str) -> str:
-    """Paper, torchgpipe, and ours replayed and measured, of one model."""
+    """The throughput of one model: paper, torchgpipe, ours replayed and measured."""
     cells = numbers.drop_duplicates("cell").set_index("cell")
     texts = numbers.pivot(index="cell", columns="metric", values="text").reindex(cells.index)
     texts = texts.reindex(columns=[PAPER, "torchgpipe", OURS, RAN])
@@ -291,7 +290,7 @@ def throughput(numbers: DataFrame, title: str, *notes: str) -> str:
 
 
 def replay_errors(numbers: DataFrame) -> str:
-    """How far the laid-out steps are from the same steps run on as many devices."""
+    """Replayed steps against the same steps measured on as many devices."""
     if numbers.empty or "replay error" not in {*numbers.metric}:
         return ""
     wanted = ["step", "real step", "replay error"]
@@ -312,15 +311,15 @@ def replay_errors(numbers: DataFrame) -> str:
 LOOKS: dict[str, tuple[str, Any]] = {
     PAPER: ("X", (4, 2)), COMPUTED: ("D", (1, 1.5)), OURS: ("o", ""), RAN: ("s", ""),
 }  # fmt: skip
-"""Marker and dashes by whose the line is."""
+"""Marker and dashes by the source of a line."""
 
 
 TO_THE_ENDS: Mapping[str, Any] = {"estimator": "median", "errorbar": ("pi", 100)}
-"""How seaborn draws `with_ends`."""
+"""Options with which seaborn draws `with_ends`."""
 
 
 def with_ends(numbers: DataFrame) -> DataFrame:
-    """The rows, and two more for each computed number: the ends of the range that its error leaves."""
+    """The rows, and for each computed number two more: the ends of its range."""
     from pandas import concat
 
     computed = numbers[(numbers.metric == COMPUTED) & numbers.low.notna()]
@@ -328,8 +327,8 @@ def with_ends(numbers: DataFrame) -> DataFrame:
 
 
 def lines(numbers: DataFrame, *, x: str, hue: str, y: str) -> Figure:
-    """A panel for each model: the paper's and ours over `x`, a line for each of `hue`, bars for the error of
-    what was computed.
+    """A panel for each model: the paper's and our numbers over `x`, a line per `hue`, and error bars for
+    computed numbers.
     """
     import seaborn
     from matplotlib.figure import Figure
@@ -359,5 +358,5 @@ def lines(numbers: DataFrame, *, x: str, hue: str, y: str) -> Figure:
 
 
 def scaled(title: str, scale: str) -> str:
-    """The title above a picture of one model, whose numbers from here are of a smaller one."""
+    """The title of a model's figure, with the scale of our numbers."""
     return f"{title}\nhere: {scale}" if scale else title

@@ -1,12 +1,12 @@
-"""Figure 2 and the formulas of section 2: what a pipeline wastes and keeps.
+"""Figure 2 and the formulas of section 2: the bubble of schedules, and their activation memory.
 
-Expected: the replay's bubble equals (K-1)/(M+K-1) exactly, less where recomputation starts early; activations
+Expected: the replay's bubble equals (K-1)/(M+K-1) exactly, or less if recomputation starts early; activations
 follow O(N + (L/K)(N/M)). No GPU is needed:
 
     python -m experiments run figure2
 
-Schedules are laid out with equal stages, a free link and forward : recompute : backward = 1 : 1 : 2, time
-counted in forwards of one micro-batch on one stage (`modelled`). Nothing here is timed.
+Schedules are replayed with equal stages, a free link and forward : recompute : backward = 1 : 1 : 2, time in
+forwards of one micro-batch on one stage (`modelled`). Nothing is timed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 
 from ..drawing import charts, paper_style
 
-SECONDS = {"chart": 0.02, "bubble": 0.15, "formula": 0.01}  # of a case, by part
+SECONDS = {"chart": 0.02, "bubble": 0.15, "formula": 0.01}  # seconds of a case, by part
 UNIT = "forwards"
 DRAWN_STAGES, DRAWN_MICROBATCHES = 4, (4, 8)
 SHOWN_MICROBATCHES = (4, 8, 16, 32, 128)
-STAGES, MICROBATCHES, PER_STAGE = (2, 4, 8, 16), (1, 4, 8, 32, 128), (1, 2, 3, 4, 8)  # the last are M / K
+STAGES, MICROBATCHES, PER_STAGE = (2, 4, 8, 16), (1, 4, 8, 32, 128), (1, 2, 3, 4, 8)  # PER_STAGE: M / K
 COUNTED = ((24, 32, 2), (24, 32, 4), (24, 32, 8), (48, 32, 8), (24, 1, 1))  # L, M, K of the paper's formula
 
 
 class Variant(NamedTuple):
-    """A schedule as drawn and counted, and the closed form of its bubble for K and M."""
+    """A schedule to draw and count, and the closed form of its bubble for K and M."""
 
     title: str
     make: Callable[[int, int, Remat], Schedule]
@@ -46,23 +46,23 @@ class Variant(NamedTuple):
     formula: str = "(K-1)/(M+K-1)"
     closed_form: Callable[[int, int], Fraction] = lambda k, m: Fraction(k - 1, m + k - 1)
     early_recompute: bool = True
-    microbatches_at_once: bool = False  # the whole mini-batch goes through as one micro-batch
+    microbatches_at_once: bool = False  # the mini-batch is one micro-batch
 
     def step(self, k: int, m: int) -> tuple[Timeline, int]:
-        """A mini-batch worth M forwards, and the most micro-batches whose graph the first stage keeps."""
+        """The replay of M forwards, and the most micro-batches whose graph the first stage keeps."""
         scale = m if self.microbatches_at_once else 1
         schedule, slots = self.make(k, m // scale, self.remat), {kind: scale * n for kind, n in SLOTS.items()}
         timeline = replay(schedule, slots, early_recompute=self.early_recompute)
         return timeline, scale * most_alive_of(schedule.row(0))
 
     def bubble(self, k: int, m: int) -> Fraction:
-        """Idle share of the replayed step, exact."""
+        """The idle share of the replayed step, exact."""
         timeline, _ = self.step(k, m)
         return Fraction(timeline.idle_s) / Fraction(k * timeline.makespan_s)
 
 
-# Recomputation fills no gap of the drain, so it adds to the step and not to the idle time, a forward and a
-# backward for each other stage.
+# Recomputation fills no idle time in the drain: it lengthens the step, by a forward for each other stage, but
+# does not add idle time.
 VARIANTS: dict[str, Variant] = {
     "naive": Variant(
         "naive: the mini-batch in one piece", naive, formula="(K-1)/K",
@@ -82,7 +82,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "1f1b": Variant("1F1B without re-materialization", one_f_one_b),
 }  # fmt: skip
-"""Variants in the order in which they are shown, by the name that cases and records use."""
+"""Variants in display order, by their names in cases and records."""
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -109,8 +109,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return Outcome(metrics, {"num_stages": DRAWN_STAGES, "timeline": timeline.to_data()})
         case "bubble":
             return _bubble(key["num_stages"])
-    # A boundary input per micro-batch in flight, L / K layers of each whose graph exists: both are most when
-    # the drain begins. The paper's O(N + (L/K)(N/M)) with constants of 1, over N.
+    # The stage keeps an input per micro-batch in flight, and L / K layers of each with a graph; both are most
+    # when the drain begins: the paper's O(N + (L/K)(N/M)) with constants of 1, over N.
     k, m = key["num_stages"], key["num_microbatches"]
     schedule, of_graph = gpipe(k, m, "always"), Fraction(key["num_layers"], k)
     peaks = [schedule.in_flight(n) + of_graph * most_alive_of(schedule.row(n)) for n in range(k)]
@@ -119,7 +119,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def _bubble(k: int) -> Outcome:
-    """Closed form and replay of every schedule over M, as fractions."""
+    """The bubble of every schedule over M, by closed form and replay, as fractions."""
     metrics, fractions = [], {}
     for (name, variant), m in product(VARIANTS.items(), sorted({*MICROBATCHES, *(r * k for r in PER_STAGE)})):
         closed, replayed = variant.closed_form(k, m), variant.bubble(k, m)
@@ -128,11 +128,11 @@ def _bubble(k: int) -> Outcome:
     return Outcome(tuple(metrics), {"fractions": fractions})
 
 
-# Answers: formulas that the paper's text gives
+# Results for formulas in the paper's text
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """Formulas first, then what says something in words of them."""
+    """Results for the formulas, then for the sentence about them."""
     answer = partial(Result, question="as published")
     bubbles, formulas = (of_case(records, "done", part=part) for part in ("bubble", "formula"))
     found = [
@@ -173,7 +173,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """The schedules that are drawn, and their bubbles as fractions for one K and whether all others agree."""
+    """The drawn schedules, their bubbles as fractions for one K, and whether the other K agree."""
     steps, bubbles = (of_case(records, "done", part=part) for part in ("chart", "bubble"))
     drawn, shown = [], find(bubbles, num_stages=DRAWN_STAGES)
     counts = sorted({int(record.case["num_microbatches"] or 0) for record in steps})
@@ -215,7 +215,7 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """The schedules on one time axis, a picture for each M."""
+    """The schedules on one time axis, a figure for each M."""
     drawn: dict[Scalar, dict[str, Timeline]] = {}
     for record in of_case(records, "done", part="chart"):
         of_count = drawn.setdefault(record.case["num_microbatches"], {})

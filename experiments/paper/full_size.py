@@ -1,12 +1,13 @@
-"""Models at their published size: their steps on an accelerator, their cuts into stages, and what fits.
+"""Models at their published size: steps on an accelerator, partitions, and what fits.
 
-Operations and profiles are noted once, with a prime number of examples by which every length tells whether it
-grows with them. An operation takes the longer of two times: its multiplications at a share of the peak, and
-its bytes at the bandwidth of the memory. A systolic array pads products to its side, their rows to 8; tensors
-are kept in tiles of 8 by 128 in the direction that pads less, and fewer than 8 images take as long as 8.
+Operations and profiles are recorded once, with a prime number of examples, so that every length shows whether
+it grows with them. An operation takes the longer of two times: its multiplications at a share of the peak,
+and its bytes at the memory bandwidth. A systolic array pads products to its side, and their rows to 8;
+tensors are stored in tiles of 8 by 128 in the direction that pads less; fewer than 8 images take as long as
+8.
 
-What the paper states of its models is taken from it (results/unknowns.toml). Attention is written out, since
-nothing of that time fused it; the Transformer is cut between layers, ResNet-101 between its 370 operations.
+Settings that the paper states are used (results/unknowns.toml). Attention is not fused, as then; the
+Transformer is cut between layers, ResNet-101 between its 370 operations.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
 from .profiles import EXAMPLES, Reading, cut_by, profiled_model, resized
 
 Shape = tuple[tuple[int, ...], int, bool]
-"""A noted tensor: lengths, bytes of an element (as float32), whether it is of floating point."""
+"""A recorded tensor: lengths, bytes of an element (as float32), whether it is floating-point."""
 
 CUT_EXAMPLES, CUT_SHARE = 8, 0.374
-"""Examples of the micro-batch whose seconds decide the cuts, and the middle of the allowed shares of peak."""
+"""For partitions by seconds: examples of the micro-batch, and the middle of the allowed shares of peak."""
 ROWS, LANES = 8, 128
-"""Rows and lanes of a tile of a TPU's memory; its matrix unit takes as many rows at once."""
+"""Rows and lanes of a tile in a TPU's memory; its matrix unit pads rows alike."""
 
 Tiles = Literal["images", "sequences"] | None
-"""Which two dimensions of a tensor are kept in tiles: examples and channels, or the last two; None: dense."""
+"""The dimensions of a tensor in tiles: examples and channels, or the last two; None: dense."""
 
 
 class Seconds(NamedTuple):
@@ -55,7 +56,7 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """Everything that one step is made of, ready to be laid out."""
+    """One step, ready for a replay."""
 
     schedule: Schedule
     times: Mapping[tuple[int, Kind], float]
@@ -69,26 +70,26 @@ class Step:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares of the time of all accelerators, by what they spend it on."""
+        """Shares of all accelerators' time, by use."""
         found = breakdown(self.schedule, self.times, self.link, **self.beside).shares
         return {part: float(share) for part, share in found.items()}
 
 
 @dataclass(frozen=True)
 class FullSize:
-    """A model of the zoo with its options, and the optimizer it is trained with."""
+    """A model of the zoo with its options and optimizer."""
 
     model: str
     options: Mapping[str, Any]
-    optimizer: str = field(default="rmsprop", compare=False)  # which changes nothing of what is cached
+    optimizer: str = field(default="rmsprop", compare=False)  # cached results do not depend on it
 
     def __hash__(self) -> int:
         return hash((self.model, *sorted(self.options.items())))
 
     @cache  # noqa: B019
     def noted(self) -> tuple[list[Noted], tuple[int, ...], list[Shape]]:
-        """Operations of every layer on `EXAMPLES`, those of the loss with the last; the number of parameters
-        of each; the inputs.
+        """Recorded operations of every layer on `EXAMPLES`, the loss's with the last; number of parameters
+        per layer; the inputs.
         """
         with torch.device("meta"):
             modules: list[nn.Module] = [*MODELS[self.model](**self.options)]
@@ -112,12 +113,12 @@ class FullSize:
         return [sum(_flops(each, examples) for each in layer.forward) for layer in self.layers]
 
     def sent_bytes(self, layer: int, examples: int, activation_format: str) -> int:
-        """Bytes that a cut behind a layer sends forward, for distinct tensors."""
+        """Bytes sent forward by a cut behind a layer, for distinct tensors."""
         outputs = _shapes(self.layers[layer].outputs)
         return sum(num_bytes(each, examples, activation_format) for each in outputs)
 
     def returned_bytes(self, layer: int, examples: int, activation_format: str) -> int:
-        """Bytes that a cut behind a layer sends back."""
+        """Bytes sent back by a cut behind a layer."""
         outputs = _shapes(self.layers[layer].outputs)
         return sum(num_bytes(each, examples, activation_format) for each in outputs if each[2])
 
@@ -146,7 +147,7 @@ class FullSize:
         return tuple(found[id(layer)] for layer in self.layers)
 
     def _tiles(self, accelerator: Accelerator) -> Tiles:
-        """How the accelerator keeps the model's tensors."""
+        """How the accelerator stores the model's tensors."""
         if not accelerator.matrix_unit:
             return None
         lengths, *_ = self.noted()[2][0]
@@ -154,10 +155,9 @@ class FullSize:
 
     @cache  # noqa: B019
     def cut(self, cost: str, rule: str, num_stages: int) -> Partition | None:
-        """The layers in stages, by a cost and rule of the unknowns; None where the rule leaves a stage empty.
+        """The partition by a cost and rule of the unknowns; None if the rule leaves a stage empty.
 
-        Seconds are those of a TPUv2: forward and backward of `CUT_EXAMPLES` in float32, at `CUT_SHARE` of the
-        peak.
+        Seconds are a TPUv2's for forward and backward of `CUT_EXAMPLES` in float32, at `CUT_SHARE` of peak.
         """
         match cost:
             case "operations":
@@ -179,10 +179,10 @@ class FullSize:
         num_microbatches: int, *, share_of_peak: float, link: Link, remat: str = "always",
         setup: str = "the first accelerator",
     ) -> Step:  # fmt: skip
-        """A step of GPipe with that mini-batch, whose micro-batches are of the next whole size.
+        """A step of GPipe with `batch` examples; micro-batches are rounded up to whole examples.
 
-        `setup` says where a mini-batch is divided, which takes time on "the first accelerator" alone: it is
-        read and written there once. A single micro-batch needs none.
+        `setup` says where the mini-batch is divided; on "the first accelerator" this takes time: one read and
+        one write. A single micro-batch is not divided.
         """
         examples = -(-batch // num_microbatches)
         layers = self.seconds(accelerator, activation_format, examples, share_of_peak)
@@ -215,8 +215,8 @@ class FullSize:
 
     @cache  # noqa: B019
     def profiles(self, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
-        """Profiles of all layers, and of the loss as the last. One example, and formats of 16 bits other than
-        bfloat16, are taken as what scaling gives, though kernels may take other paths there.
+        """Profiles of all layers, and of the loss as the last one. One example, and 16-bit formats other than
+        bfloat16, are scaled from others, though kernels may differ there.
         """
         reading = Reading(number_format="float32" if activation_format == "float32" else "bfloat16")
         layers, loss = resized(profiled_model(reading, self.model, EXAMPLES, **self.options), examples)
@@ -246,14 +246,14 @@ def _time(
 
 
 def _flops(operation: Operation, examples: int, unit: int = 0) -> int:
-    """Padded to a systolic array of that side where it is not 0."""
+    """Multiplications and additions of an operation, padded to a systolic array of side `unit` if not 0."""
     if operation.flops and not operation.products:
         raise ValueError("an operation multiplies matrices, and how is not known; add it to planner.roofline")
     return sum(product_flops(each, examples, unit) for each in operation.products)
 
 
 def product_flops(product: Sequence[int], examples: int, unit: int = 0) -> int:
-    """Operations of a product, which is noted as count, rows, inner dimension and columns."""
+    """Operations of a product, given as count, rows, inner dimension and columns."""
     count, rows, inner, columns = (scaled(length, examples) for length in product)
     if unit:
         rows, inner, columns = padded(rows, ROWS), padded(inner, unit), padded(columns, unit)
@@ -261,7 +261,7 @@ def product_flops(product: Sequence[int], examples: int, unit: int = 0) -> int:
 
 
 def num_bytes(tensor: Shape, examples: int, activation_format: str, tiles: Tiles = None) -> int:
-    """Bytes of a tensor; only what grows with the examples is an activation and has their format."""
+    """Bytes of a tensor; those that grow with the examples are activations and have their format."""
     lengths, itemsize, is_floating = tensor
     if is_floating and activation_format != "float32" and any(each % EXAMPLES == 0 for each in lengths):
         itemsize = 2
@@ -270,7 +270,7 @@ def num_bytes(tensor: Shape, examples: int, activation_format: str, tiles: Tiles
 
 
 def scaled(length: int, examples: int) -> int:
-    """A length that was noted with `EXAMPLES` examples."""
+    """A length for `examples`, recorded with `EXAMPLES`."""
     each, fixed = divmod(length, EXAMPLES)
     return length if fixed else each * examples
 
@@ -287,7 +287,7 @@ def tiled_elements(shape: Sequence[int], tiles: Tiles) -> int:
 
 
 def padded(length: int, multiple: int) -> int:
-    """The next multiple of `multiple`, a length of at least one."""
+    """The next multiple of `multiple`."""
     return -(-length // multiple) * multiple
 
 
@@ -303,7 +303,7 @@ SIZES = {
 def of_the_paper(
     experiment: str, model: str, num_classes: int = 1000, *, d_model: int = 2048, vocab_size: int = 32_000
 ) -> FullSize:
-    """A model of one of the paper's tables. Width and vocabulary are the Transformer's."""
+    """A model of one of the paper's tables; `d_model` and `vocab_size` are for the Transformer."""
     size = SIZES[experiment][model]
     images: dict[str, Any] = {"image_size": 224, "num_classes": num_classes}
     if model == "resnet101":

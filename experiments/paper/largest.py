@@ -1,8 +1,8 @@
-"""What the accelerators of Table 1 hold, and the largest model of a family that fits on K of them.
+"""Searches the largest model of a family that fits on K accelerators, and measures stages of Table 1.
 
-As this engine runs it, "fits" means that some split into K stages keeps the modelled peak of every stage
-within the cap. More micro-batches never need more memory, so sizes are searched at one example per
-micro-batch, and the fewest micro-batches that will do are reported afterwards.
+For this engine a model fits if some partition into K stages keeps the modelled peak of every stage within the
+cap. More micro-batches never need more memory, so sizes are searched at one example per micro-batch, and then
+the fewest sufficient micro-batches are reported.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ FILTERS_STEP = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything about a model's run except the model's size."""
+    """The settings of a model's run, except its size."""
 
     half: str
     num_stages: int
     is_naive: bool
     precision: str
     attention: str = "fused"
-    cap_gib: float = 0.0  # 0: the paper's
+    cap_gib: float = 0.0  # in GiB; 0: the paper's
 
     @classmethod
     def of(cls, half: str, name: str, precision: str, attention: str) -> Setting:
-        """Setting of a column of the table."""
+        """The setting of a column of Table 1."""
         size = column(half, name)
         return cls(half, size.num_stages, size.is_naive, precision, attention)
 
@@ -72,7 +72,9 @@ class Setting:
 
     @cache  # noqa: B019
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Naive-1 keeps all activations of one mini-batch; a pipeline recomputes every micro-batch."""
+        """The schedule: naive-1 keeps all activations of one mini-batch; pipelines recompute every
+        micro-batch.
+        """
         return naive(self.num_stages) if self.is_naive else gpipe(self.num_stages, num_microbatches)
 
     def microbatch_counts(self) -> tuple[int, ...]:
@@ -91,7 +93,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Placement:
-    """A model on its stages."""
+    """A model, its partition and its stages' memory."""
 
     num_layers: int
     num_filters: int
@@ -102,7 +104,7 @@ class Placement:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes of the fullest accelerator."""
+        """The largest peak of an accelerator."""
         return max(stage.peak for stage in self.stages)
 
     @property
@@ -112,7 +114,7 @@ class Placement:
         return sum(stage.optimizer_state - state * stage.parameters for stage in self.stages)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for the record: where the cuts are and what fills each stage, in bytes."""
+        """Facts for the record: the partition, and each stage's memory in bytes."""
         return {
             "num_layers": self.num_layers, "num_filters": self.num_filters,
             "num_microbatches": self.num_microbatches,
@@ -124,7 +126,7 @@ class Placement:
 def place(
     setting: Setting, num_layers: int, num_filters: int, num_microbatches: int, cap_bytes: int | None = None
 ) -> Placement | None:
-    """Cut the model so that its fullest stage is smallest; None if that exceeds the cap."""
+    """Cuts the model so that the largest peak is smallest; None if that exceeds the cap."""
     profile, peaks = _peaks(setting, num_layers, num_filters, num_microbatches)
     stages = peaks.partition(setting.cap_bytes if cap_bytes is None else cap_bytes)
     if stages is None:
@@ -134,7 +136,7 @@ def place(
 
 
 def fits(setting: Setting, num_layers: int, num_filters: int, num_microbatches: int) -> bool:
-    """Whether `place` finds a cut, without looking for the best one."""
+    """Whether `place` finds a partition, without searching the best one."""
     return _peaks(setting, num_layers, num_filters, num_microbatches)[1].fits(setting.cap_bytes)
 
 
@@ -152,7 +154,7 @@ def _peaks(
 
 
 def place_anyhow(setting: Setting, num_layers: int, num_filters: int, num_microbatches: int) -> Placement:
-    """The same without a cap: how much an accelerator would have to hold."""
+    """Places the model without a cap: the memory that accelerators would need."""
     cap = setting.cap_bytes
     while (placement := place(setting, num_layers, num_filters, num_microbatches, cap)) is None:
         cap *= 2
@@ -160,7 +162,7 @@ def place_anyhow(setting: Setting, num_layers: int, num_filters: int, num_microb
 
 
 class Size(NamedTuple):
-    """Size of a model; `num_filters` is 0 for the Transformer."""
+    """The size of a model; `num_filters` is 0 for the Transformer."""
 
     num_parameters: int
     num_layers: int
@@ -176,12 +178,12 @@ def largest_size(
     guess: tuple[int, int],
     least: int = 1,
 ) -> Size | None:
-    """The size with most parameters of a family that fits; None where none does.
+    """The size of a family with most parameters that fits; None if none does.
 
     Args:
-        fits, count: whether layers and filters fit, and their parameters
-        step: of the filters
-        guess: layers and filters near the answer, which costs few looks if it is good
+        fits, count: functions of layers and filters: whether they fit, and their parameters
+        step: step of the number of filters
+        guess: layers and filters near the result; a good guess makes the search fast
         least: layers of the smallest Transformer
     """
     if half == "transformer":
@@ -190,7 +192,7 @@ def largest_size(
     near = guess[1] // step
 
     def of_depth(depth: int, parameters: int) -> Size | None:
-        """The largest size of this depth that fits, if it has more than `parameters` parameters."""
+        """The largest size of this depth that fits and has more than `parameters` parameters."""
         beaten = last_that(lambda steps: count(depth, steps * step) <= parameters, 1, near)
         steps = last_that(lambda steps: fits(depth, steps * step), 1 + (beaten or 0), near)
         return None if steps is None else Size(count(depth, steps * step), depth, steps * step)
@@ -202,9 +204,9 @@ def largest_size(
 
 
 def largest(setting: Setting) -> Placement:
-    """The model with most parameters that fits. Raises ValueError if the smallest one does not."""
+    """The model with most parameters that fits. Raises ValueError if the smallest does not."""
     counts = setting.microbatch_counts()
-    least = max(setting.num_stages - 2, 1)  # the embedding and the softmax are layers too
+    least = max(setting.num_stages - 2, 1)  # embedding and softmax are layers, too
     best = largest_size(
         setting.half,
         lambda layers, filters: fits(setting, layers, filters, counts[-1]),
@@ -224,8 +226,8 @@ def largest(setting: Setting) -> Placement:
 
 
 def last_that(holds: Callable[[int], bool], start: int, guess: int) -> int | None:
-    """The largest number from ``start`` on for which something holds, if that is lost only once; None if it
-    does not hold at ``start``. A good guess costs few looks.
+    """The largest number from ``start`` on for which `holds`, which must change only once; None if not at
+    ``start``. A good guess makes it fast.
     """
     low, end, reach = start, max(guess, start), 1
     while holds(end):
@@ -234,17 +236,16 @@ def last_that(holds: Callable[[int], bool], start: int, guess: int) -> int | Non
     return low + count - 1 if count else None
 
 
-# Real training steps of Table 1's stages, each alone, against the memory model: a stage alone gets made-up
-# boundary tensors of the right shape where its neighbours would send theirs, and drops what it would send.
-# What it would receive is made when it is used, where the memory model has a receive posted ahead. On a CPU
-# the same code counts storages (in tests).
+# Real training steps of single stages of Table 1, to test the memory model: boundary tensors are made up with
+# the right shapes where neighbours would send theirs, and outputs are dropped. Inputs are made when used; the
+# memory model has a receive posted ahead. On a CPU the same code counts storages (in tests).
 
-ATTENTION = {"amoebanet": "none", "transformer": "fused"}  # as it is computed on a GPU
+ATTENTION = {"amoebanet": "none", "transformer": "fused"}  # as computed on a GPU
 NUM_STEPS = 2  # the optimizer's state exists from the second step on
 
 
 class MadeUp(InProcess):
-    """Stands for the neighbours of one stage: sends it random tensors and takes what it sends."""
+    """Stands for a stage's neighbours: sends random tensors and drops what it receives."""
 
     def __init__(
         self, inputs: Boundary, outputs: Boundary, unused: frozenset[int], device: torch.device
@@ -280,7 +281,7 @@ class MadeUp(InProcess):
 
 @dataclass(frozen=True)
 class Part:
-    """Everything that is needed to run one stage of a placement."""
+    """One stage of a placement, with what a run needs."""
 
     index: int
     layers: range
@@ -289,7 +290,7 @@ class Part:
 
 
 def distinct_parts(setting: Setting, placement: Placement) -> list[Part]:
-    """The stages that differ in their layers or in being first or last."""
+    """One of each kind of stage: by its layers, and whether it is first or last."""
     profile = setting.profile(placement.num_layers, placement.num_filters, placement.num_microbatches)
     found: dict[object, Part] = {}
     last = len(placement.partition) - 1
@@ -301,10 +302,10 @@ def distinct_parts(setting: Setting, placement: Placement) -> list[Part]:
 
 
 def baseline_bytes(device: torch.device) -> int:
-    """Bytes that an accelerator's allocator has given out before a stage is there.
+    """Bytes that an accelerator's allocator holds before there is a stage.
 
-    Matrix products and convolutions take workspaces of tens of MiB when they are first used, which belong to
-    no stage; so they are used once, by the thread of the forward and by that of the backward.
+    Matrix products and convolutions allocate workspaces of tens of MiB at their first use, which belong to no
+    stage; so each is used once, by the threads of forward and backward.
     """
     linear, convolution = nn.Linear(64, 64, device=device), nn.Conv2d(4, 4, 3, device=device)
     linear(torch.ones(64, 64, device=device)).sum().backward()
@@ -320,10 +321,10 @@ def measure(
     part: Part, model: nn.Sequential, half: str, schedule: Schedule, options: dict[str, Any], batch_size: int,
     device: torch.device, precision: str = "float32",
 ) -> int:  # fmt: skip
-    """Peak bytes of a steady training step of one stage with RMSProp, one parameter updated at a time.
+    """Peak bytes of a steady training step of one stage, with RMSProp updating one parameter at a time.
 
-    They are what an accelerator's allocator has given out, and on a CPU storages from their birth to their
-    death. In bfloat16 the activations are, by autocast.
+    On an accelerator the allocator counts, on a CPU storages from birth to death. In bfloat16 activations
+    are, by autocast.
     """
     device = devices.exact(device)
     storages = None if devices.is_accelerator(device) else LiveMemory()
@@ -346,12 +347,12 @@ def measure(
         storages.watch(
             [*(tensors_of(inputs) if stage.is_first else ()), *(tensors_of(target) if is_last else ())]
         )
-    del inputs, target  # what a stage does not need, no stage holds
+    del inputs, target  # frees what this stage does not need
     with storages or nullcontext():
         for step in range(NUM_STEPS):
             if step == NUM_STEPS - 1:
                 devices.reset_peak(device) if storages is None else storages.reset_peaks()
-            half_used = precision == "bfloat16"  # no cast is kept from F to R, as in a pipeline's step
+            half_used = precision == "bfloat16"  # as in a pipeline's step
             with torch.autocast(device.type, torch.bfloat16, enabled=half_used, cache_enabled=False):
                 stage.begin(
                     step, count, training=True, feed=feed, targets=targets,
@@ -369,12 +370,12 @@ def measure(
 
 
 def run_column(half: str, name: str, precision: str = "float32", *, smallest: bool = False) -> Outcome:
-    """Every distinct stage of a column of Table 1 by itself on this GPU, under the paper's cap; `smallest` is
-    of the smallest model with as many stages, in few micro-batches.
+    """Runs every distinct stage of a column of Table 1 alone on this GPU, under the paper's cap; with
+    `smallest`, stages of the smallest model with as many stages, in few micro-batches.
 
-    That a stage finds no room is a result: with the models without GPipe it is what the table is about. The
-    cap holds for the caching allocator, fragmentation and the libraries' workspaces included. The fullest
-    stage by the memory model comes first.
+    A stage that does not fit is a result: for models without GPipe that is the table's point. The cap applies
+    to the caching allocator, with fragmentation and libraries' workspaces. The stage with the largest
+    modelled peak runs first.
     """
     size, setting, data = column(half, name), Setting.of(half, name, precision, ATTENTION[half]), HALVES[half]
     layers, filters, counts = size.num_layers, size.num_filters, setting.microbatch_counts()

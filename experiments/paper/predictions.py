@@ -1,6 +1,6 @@
-"""Predictions tested on numbers they were not made for: torchgpipe's, whose settings are all published.
+"""Tests the predictor on published numbers it was not fitted to: torchgpipe's, with all settings.
 
-The code that predicts the paper's tables predicts torchgpipe's published speeds on P40s and memory (settings:
+The code that predicts the paper's tables predicts torchgpipe's speeds on P40s and memory (settings:
 results/torchgpipe.csv), and the size of a model that the paper quotes. Half a minute on any machine:
 
     python -m experiments run predictions
@@ -28,7 +28,7 @@ from gpipe_bench.pipeline.plan.partition import Partition
 
 PATH = PUBLISHED / "torchgpipe.csv"
 LIKE = "table3-amoebanet"
-"""Declared table whose share of peak and link are used: its GPUs have no fast link either."""
+"""The declared table whose share of peak and link are used: its GPUs have no fast link either."""
 _RESNET = {"num_classes": 1000, "image_size": 224}
 _AMOEBANET = {"image_size": 224, "preset": "torchgpipe", "aux_head": False}
 SPEEDS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -37,10 +37,10 @@ SPEEDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "resnet101-accuracy": ("resnet101", _RESNET, "momentum"),
     "unet": ("unet", {"num_convs": 5, "num_filters": 64}, "sgd"),
 }
-"""Model, options and optimizer of the benchmark scripts whose speeds are predicted."""
+"""Model, options and optimizer of the benchmark scripts to predict."""
 COUNTED = ("imagenet-models", "AmoebaNet-C (6, 228)", "parameters")
 SIX_228 = {"num_layers": 18, "num_filters": 228, "image_size": 331, "num_classes": 1001, "aux_head": False}
-"""Six cells in each of three stacks; no auxiliary head, as the 557 million of AmoebaNet-B are counted."""
+"""Six cells in each of three stacks; no auxiliary head, as in the count of AmoebaNet-B's 557 million."""
 
 NOTES = {
     "torchgpipe": "predicted for a P40 by its published peaks, with torchgpipe's batches and cuts",
@@ -54,7 +54,7 @@ NOTES = {
     ),
     "count": "Counted on the zoo's AmoebaNet-C.",
 }
-"""Note beside the results of each part. All but the count are compared with torchgpipe's numbers."""
+"""Note on the results of each part; all but the count are compared with torchgpipe's numbers."""
 OWN_ERROR = "the error was measured on these numbers, as the quotients of ours and theirs scatter"
 DIRECT_SKIPS = (
     "over more than two stages torchgpipe sends a skip directly from the stage that makes it to the one "
@@ -63,16 +63,16 @@ DIRECT_SKIPS = (
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of torchgpipe's published runs, of the benchmarks of version 0.0.7.
+    """One of torchgpipe's published runs, from the benchmarks of version 0.0.7.
 
     Args:
-        case: benchmark script of a speed; "memory" or "activations" for bytes
-        table, row, column: of the number in results/paper.csv
-        ratio: row of its throughput relative to the first of the table; empty where none is published
-        layers, filters: size of the AmoebaNet, or (B, C) of the U-Net, where it is not the script's
-        balance: layers of every stage; empty for the model as it is
+        case: the benchmark script of a speed, or "memory" or "activations" for bytes
+        table, row, column: its number's place in results/paper.csv
+        ratio: row of its throughput relative to the table's first run; empty if not published
+        layers, filters: size of the AmoebaNet, or (B, C) of the U-Net, unless the script's
+        balance: number of layers in each stage; empty without stages
         batch_size: examples of the mini-batch
-        num_microbatches: as asked for; `count` micro-batches of `examples` hold the mini-batch
+        num_microbatches: the number in the script; `count` micro-batches of `examples` hold the mini-batch
         remat: which micro-batches are recomputed
     """
 
@@ -99,7 +99,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return -(-self.batch_size // self.examples)
 
     def cut(self, num_layers: int) -> Partition:
-        """The layers of every stage. Raises ValueError where the balance does not name all of them."""
+        """The layers of every stage. Raises ValueError if the balance does not cover all layers."""
         balance = [*map(int, self.balance.split())] or [num_layers]
         if sum(balance) != num_layers:
             raise ValueError(f"{self.table}: {balance} names {sum(balance)} of {num_layers} layers")
@@ -154,7 +154,7 @@ def _metric(cell: Place, value: float, unit: str) -> Metric:
 
 
 def _speeds(script: str) -> Outcome:
-    """All published speeds of one script, and their ratios to the first."""
+    """Predicts all published speeds of one script, and their ratios to the first."""
     from gpipe_bench.pipeline.plan.links import Link
     from gpipe_bench.planner.accelerators import P40
 
@@ -178,7 +178,7 @@ def _speeds(script: str) -> Outcome:
 
 
 def amoebanet_memory(of: Run) -> float:
-    """Bytes of an AmoebaNet-D's peak activation memory, all accelerators, as Table 1 counts its own."""
+    """Peak activation memory of an AmoebaNet-D in bytes, over all accelerators, as in Table 1."""
     from .profiles import Reading, amoebanet, held_in_cut
 
     reading = Reading(autocast=False)
@@ -187,7 +187,7 @@ def amoebanet_memory(of: Run) -> float:
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """An entry for each published number that is predicted, or why it is not."""
+    """A result for each published number that is predicted, or why it is not."""
     known = [record for record in records if record.status == "done" and record.case["part"] in NOTES]
     found = []
     for record in known:
@@ -217,7 +217,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Every number beside the published one, and the error of each kind by the rule of the reproduction."""
+    """Every number beside the published one, and the predictor's error for each kind."""
     published = {(cell.source, *cell.key): cell for cell in load_paper()}
     lines = []
     for entry in cells(records):

@@ -1,12 +1,12 @@
-"""Layer profiles of the two model families of Table 1 at any size, and what a stage of them holds.
+"""Layer profiles of Table 1's two model families at any size, and the memory of their stages.
 
-One model of each family is profiled, at lengths that primes tell apart. The bytes of a storage are a product
-of lengths, so every number says by its factors how it grows with the width and with the micro-batch:
+One model of each family is profiled, with lengths that are told apart by primes. The bytes of a storage are a
+product of lengths, so its factors show how it grows with the width and the micro-batch:
 
     width 16 x 61, micro-batch 43:    a storage of 4 x 61 x 43 x 1024 bytes is linear in both
 
-It holds as far as a layer runs the same operations at every size; a micro-batch of one example often does
-not. The result is that of profiling every layer at its size, to the byte.
+This holds if a layer runs the same operations at every size; a micro-batch of one example often does not. The
+result equals that of profiling every layer at its size, to the byte.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from gpipe_bench.pipeline.plan.partition import Partition, partition
 T = TypeVar("T")
 
 EXAMPLES = 43
-"""Examples in a micro-batch of the profiled layers; a micro-batch of one is profiled by itself: a dimension
-of length 1 has no layout, and batch normalization of a single value takes another path."""
+"""Examples in a micro-batch of profiled layers. A micro-batch of one is profiled separately: a dimension of
+length 1 has no layout, and batch normalization of a single value takes another path."""
 WIDTH_PRIME, WIDTH = 61, 16 * 61
 DEPTH = 12
 """Layers of the profiled AmoebaNet: four cells in each of three stacks."""
@@ -50,8 +50,8 @@ class Reading:
     """How layers are profiled.
 
     Args:
-        number_format: of the activations, "float32" or "bfloat16"
-        autocast: bfloat16 by autocast, as this engine has it, and not throughout
+        number_format: of activations, "float32" or "bfloat16"
+        autocast: whether bfloat16 is by autocast, as in this engine, or throughout
     """
 
     number_format: str = "float32"
@@ -59,19 +59,19 @@ class Reading:
 
 
 def meta_model(half: str, **options: Any) -> nn.Sequential:
-    """The model of one half of Table 1, some options changed, without memory for its parameters."""
+    """The model of one half of Table 1, with `options` changed, on the meta device."""
     with torch.device("meta"):
         return MODELS[HALVES[half].model](**{**HALVES[half].options, **options})
 
 
 def profiled(reading: Reading, half: str, microbatch_size: int, **options: Any) -> ModelProfile:
-    """Every distinct layer of a half's model at its own size, nothing taken from another."""
+    """Profiles of a half's model, with every distinct layer at its own size."""
     return profiled_model(reading, HALVES[half].model, microbatch_size, **{**HALVES[half].options, **options})
 
 
 @cache
 def profiled_model(reading: Reading, name: str, microbatch_size: int, **options: Any) -> ModelProfile:
-    """The same of any model of the zoo with these options."""
+    """Profiles of any model of the zoo with these options."""
     with torch.device("meta"):
         model = MODELS[name](**options)
     inputs, target = map(Boundary.of, example_batch(name, microbatch_size, device="meta", **options))
@@ -104,11 +104,9 @@ def amoebanet(
     reading: Reading, num_layers: int, num_filters: int, microbatch_size: int, num_classes: int = 1001, *,
     auxiliary_head: bool = True,
 ) -> ModelProfile:  # fmt: skip
-    """AmoebaNet-D (L, D). Where L or D lie outside of the family, and only there, every layer is profiled at
-    its size.
-    """
-    # Stacks with a third cell, widths with whole numbers of channels everywhere; at a width of 128 the stem
-    # needs no projection.
+    """AmoebaNet-D (L, D). If L or D is outside of the family, every layer is profiled at its size."""
+    # The family: stacks with a third cell, whole numbers of channels everywhere. At width 128 the stem needs
+    # no projection.
     third_cell, whole = num_layers % 3 == 0 and num_layers >= 9, num_filters % 16 == 0 and num_filters != 128
     if not (third_cell and whole):
         options = {"num_classes": num_classes, "aux_head": auxiliary_head}
@@ -120,9 +118,9 @@ def amoebanet(
 
 
 def of_depth(layers: Sequence[T], num_layers: int) -> tuple[T, ...]:
-    """The sequence of an AmoebaNet of any depth, from that of `DEPTH`: the third of the four cells of each
-    stack is there as often as the others leave room. Three layers come before the first stack and one after
-    the last; the auxiliary head, where there is one, follows the second.
+    """An AmoebaNet of any depth, from one of depth `DEPTH`: the third of four cells in each stack is
+    repeated. Three layers come before the first stack and one after the last; an auxiliary head follows the
+    second.
     """
     thirds = (5, 10, len(layers) - 3)
     times = num_layers // 3 - 3
@@ -148,8 +146,8 @@ def _amoebanet(
 
 
 def resized(profile: ModelProfile, examples: int, width: int = WIDTH) -> ModelProfile:
-    """The profile with so many examples in a micro-batch, where it was made with `EXAMPLES`, and with that
-    width, where it was made with `WIDTH`. Layers that are one stay one.
+    """The profile for so many examples in a micro-batch, made with `EXAMPLES`, and this width, made with
+    `WIDTH`. Equal layers stay one object.
     """
     at = cache(partial(_resized, partial(_number, examples, width)))
     return ModelProfile(tuple(map(at, profile.layers)), at(profile.loss))
@@ -157,7 +155,7 @@ def resized(profile: ModelProfile, examples: int, width: int = WIDTH) -> ModelPr
 
 @cache
 def _number(examples: int, width: int, number: int) -> int:
-    """A length, or a product of lengths. Raises ValueError where it is not whole at the wanted size."""
+    """A length, or product of lengths, at the new size. Raises ValueError if it is not whole."""
     over, under, rest = number, 1, number
     for prime, sampled, wanted in ((EXAMPLES, EXAMPLES, examples), (WIDTH_PRIME, WIDTH, width)):
         while rest and rest % prime == 0:
@@ -190,36 +188,36 @@ def _resized(number: Callable[[int], int], profile: LayerProfile) -> LayerProfil
         free=trace(profile.free),
         first=trace(profile.first),
         later=trace(profile.later),
-        halves=None,  # knows its storages by other sizes
+        halves=None,  # its sizes are not scaled
     )
 
 
-# What an accelerator of Table 1 holds under given choices of what the paper does not state. Gradients of
-# parameters and copies of boundary tensors are not counted, as declared.
+# The memory of an accelerator of Table 1 under given values of the unknowns. Parameter gradients and copies
+# of boundary tensors are not counted, as declared.
 
 Combination = Mapping[str, Value]
 """Settings by name."""
 BYTES_PER_PARAMETER = 12
 PLAIN: Combination = {"activation_format": "float32"}
-"""Profiles of which only parameters or the number of layers are asked."""
+"""For profiles that only give parameters or numbers of layers."""
 FIXED: dict[str, Combination] = {
     "amoebanet": {"auxiliary_head": True, "num_classes": 1001},
     "transformer": {},
 }
-"""Settings that hardly move a capacity, as in `HALVES`."""
+"""Settings with little effect on what fits, as in `HALVES`."""
 RULES = {"least variance": "variance", "cumulative share": "cumulative"}
 """Rules of results/unknowns.toml by their names in pipeline/plan/partition.py."""
 OPERATIONS_SAMPLED_AT = (144, 544, 1040)
 """Widths; operations are quadratic in the width."""
 WRITTEN_OUT = {"attention": "explicit"}
-"""Declared; of fused attention, whose products are inside of one operation, torch counts none on a CPU."""
+"""As declared; torch counts no operations of fused attention on a CPU."""
 HEAD = 12
-"""Place of the auxiliary head in the sampled models."""
+"""Index of the auxiliary head in the sampled models."""
 
 
 class Held(NamedTuple):
-    """Bytes of one accelerator: all that comes and goes in a step, without gradients of parameters; and
-    parameters with the optimizer's state, and buffers.
+    """Bytes of one accelerator: those that come and go in a step, without parameter gradients; and parameters
+    with optimizer state, and buffers.
     """
 
     moving: int
@@ -227,7 +225,7 @@ class Held(NamedTuple):
 
 
 def held_by_stages(half: str, column: Column, settings: Combination) -> tuple[Held, ...] | None:
-    """Every accelerator of a column; None where the partition would leave one without a layer."""
+    """The memory of every accelerator of a column; None if the partition leaves a stage empty."""
     costs = _costs(half, column.num_layers, column.num_filters, settings)
     cuts = cut_by(costs, str(settings["partition_rule"]), column.num_stages)
     if cuts is None:
@@ -239,7 +237,7 @@ def held_by_stages(half: str, column: Column, settings: Combination) -> tuple[He
     found: dict[object, Held] = {}
     stages = []
     for index, cut in enumerate(cuts):
-        # All of the Transformer's layers between embedding and softmax are one.
+        # The Transformer's layers between embedding and softmax are equal.
         like = (len(cut), index == 0, index == last) if half == "transformer" else index
         if like not in found:
             own, end = layers[cut.start : cut.stop], loss if index == last else None
@@ -255,7 +253,7 @@ def held_by_stages(half: str, column: Column, settings: Combination) -> tuple[He
 def held_bytes(
     layers: tuple[LayerProfile, ...], loss: LayerProfile | None, k: int, m: int, is_first: bool, remat: str
 ) -> int:
-    """Bytes that a step of one stage takes and gives back, at its peak, without gradients of parameters."""
+    """Peak bytes that come and go in a step of one stage, without parameter gradients."""
     stage = replace(
         stage_bytes(tuple(map(_bare, layers)), loss),
         parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0,
@@ -267,7 +265,7 @@ def held_bytes(
 def held_in_cut(
     layers: Sequence[LayerProfile], loss: LayerProfile, cut: Partition, m: int, remat: str
 ) -> list[int]:
-    """The same of every stage of a cut."""
+    """Peak bytes that come and go in every stage of a cut."""
     return [
         held_bytes(tuple(layers[span.start : span.stop]), loss if span is cut[-1] else None,
                    len(cut), m, span is cut[0], remat)
@@ -277,7 +275,7 @@ def held_in_cut(
 
 @cache
 def _bare(layer: LayerProfile) -> LayerProfile:
-    """The layer as if gradients of parameters took no memory, in every backward."""
+    """The layer, as if parameter gradients took no memory."""
     first = layer.first
     sizes = tuple(0 if storage in first.gradients else size for storage, size in enumerate(first.sizes))
     first = replace(first, sizes=sizes)
@@ -287,7 +285,7 @@ def _bare(layer: LayerProfile) -> LayerProfile:
 def model_of(
     half: str, num_layers: int, num_filters: int, microbatch_size: int, settings: Combination
 ) -> ModelProfile:
-    """The profiles of a model under some settings, without the gradients of parameters."""
+    """The profiles of a model under some settings."""
     reading = Reading(number_format=str(settings["activation_format"]), autocast=False)
     if half == "transformer":
         return transformer(reading, num_layers, microbatch_size)
@@ -299,21 +297,21 @@ def model_of(
 
 @cache
 def num_parameters(half: str, num_layers: int, num_filters: int) -> int:
-    """Number of parameters of a model, by its size."""
+    """The number of parameters of a model."""
     return model_of(half, num_layers, num_filters, 2, {**FIXED[half], **PLAIN}).num_parameters
 
 
 @cache
 def cut_by(costs: tuple[float, ...], rule: str, num_stages: int) -> Partition | None:
-    """Layers with these costs in stages; None where a rule of the unknowns leaves a stage empty."""
+    """The partition of layers with these costs; None if the rule leaves a stage empty."""
     try:
         return partition(costs, num_stages, RULES[rule])
-    except ValueError:  # a stage without layers
+    except ValueError:  # a stage is empty
         return None
 
 
 def _costs(half: str, num_layers: int, num_filters: int, settings: Combination) -> tuple[float, ...]:
-    """Cost of each layer in the choice of cuts."""
+    """The cost of each layer for the partition."""
     layers = model_of(half, num_layers, num_filters, 2, {**settings, **PLAIN}).layers
     match settings["partition_cost"]:
         case "layers":
@@ -338,7 +336,7 @@ def operations(half: str, num_layers: int, num_filters: int, auxiliary_head: boo
 
 
 def _quadratic(places: Sequence[int], values: Sequence[int], at: int) -> Fraction:
-    """The value at a place of the polynomial through all given ones."""
+    """The value at `at` of the polynomial through all given points."""
     total = Fraction(0)
     for place, value in zip(places, values, strict=True):
         others = [each for each in places if each != place]
@@ -362,14 +360,14 @@ def _counted_operations(half: str, **size: Any) -> tuple[int, ...]:
 def unet_memory(
     options: Mapping[str, Any], cut_of: Callable[[int], Partition], examples: int, m: int, remat: str
 ) -> tuple[int, list[int]]:
-    """Parameters of a U-Net, and the peak of every accelerator in bytes that tensors hold. As in torchgpipe,
-    stages between those of a skip hold nothing of it; gradients of skips that wait are not counted.
+    """Parameters of a U-Net, and each accelerator's peak in bytes of tensors. As in torchgpipe, stages
+    between a skip's ends hold nothing of it; waiting gradients of skips are not counted.
 
     Args:
-        options: of its builder
-        cut_of: the layers of the stages, by their number
-        examples, m: of a micro-batch, and micro-batches
-        remat: which of them are recomputed
+        options: options of the builder
+        cut_of: returns the partition of so many layers
+        examples, m: examples of a micro-batch, number of micro-batches
+        remat: which micro-batches are recomputed
     """
     with torch.device("meta"):
         model = MODELS["unet"](**options)
@@ -386,7 +384,7 @@ def unet_memory(
 
 
 def _taken(layers: Sequence[nn.Module]) -> int:
-    """How many skips the layers take from stages before them."""
+    """The number of skips that the layers take from earlier stages."""
     own = taken = 0
     for layer in layers:
         own += isinstance(layer, Stash)
@@ -396,7 +394,7 @@ def _taken(layers: Sequence[nn.Module]) -> int:
 
 
 def _without(entering: Boundary, num_skips: int) -> Boundary:
-    """The tensors that enter a stage, without the skips that only pass through: those after `num_skips`."""
+    """The tensors that enter a stage, without skips that only pass through (those after `num_skips`)."""
     if not entering.is_tuple:
         return entering
     kept = slice(1 + num_skips)

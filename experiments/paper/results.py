@@ -1,7 +1,7 @@
-"""What a case of timed steps comes to: actions laid out on devices, numbers, and how far the replay errs.
+"""Turns timed steps into results: replays, metrics, and the replay's error.
 
-Action times come from whole steps of the pipeline and keep their samples. A replay errs, so some of the steps
-that it lays out run on real devices, in the same rounds: their errors say where the next one will be.
+Action times come from whole steps of the pipeline and keep their samples. Replays err, so some of the
+replayed steps also run on real devices, in the same rounds: their errors give the range of the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Samples = dict[tuple[int, Kind], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class TimedActions:
-    """One configuration's action times: `samples_s` by (stage, kind), over micro-batches, steps and
+    """Action times of one configuration: `samples_s` by (stage, kind), over micro-batches, steps and
     processes.
 
     `update_s` is the optimizer's step on each stage, `setup_s` the division of the mini-batch on the first;
@@ -58,11 +58,11 @@ class TimedActions:
         return {key: median(samples) for key, samples in self.samples_s.items()}
 
     def program(self, num_microbatches: int | None = None) -> Schedule:
-        """The schedule of a step, of as many micro-batches as were timed if not said otherwise."""
+        """The schedule of a step, by default with the timed number of micro-batches."""
         return gpipe(self.num_stages, num_microbatches or self.num_microbatches, self.remat)
 
     def times(self, link: Link) -> dict[str, Any]:
-        """Arguments of a replay of the program."""
+        """Arguments for a replay of the program."""
         return {
             "action_s": self.medians_s(), "link": link, "activation_bytes": self.activation_bytes,
             "gradient_bytes": self.gradient_bytes,
@@ -70,7 +70,7 @@ class TimedActions:
         }  # fmt: skip
 
     def to_data(self) -> dict[str, Any]:
-        """The actions as a record keeps them; times in milliseconds, medians and extremes."""
+        """The action times for a record, in milliseconds: medians and extremes."""
         return {
             "partition": [[span.start, span.stop] for span in self.partition],
             "num_microbatches": self.num_microbatches,
@@ -92,36 +92,36 @@ class TimedActions:
 
 
 def lay_out(timed: TimedActions, link: Link = FREE, num_microbatches: int | None = None) -> Timeline:
-    """The step on K devices: medians of the measured actions, laid out along the schedule."""
+    """The step on K devices: a replay with medians of the measured actions."""
     return replay(timed.program(num_microbatches), **timed.times(link))
 
 
 def take_apart(timed: TimedActions, link: Link, num_microbatches: int | None = None) -> Breakdown:
-    """Shares of the laid-out step's device-seconds, by what they are spent on; they add up to exactly 1."""
+    """Shares of the replayed step's device-seconds, by use; they sum to exactly 1."""
     return breakdown(timed.program(num_microbatches), **timed.times(link))
 
 
 # Numbers and details of a case
 
 GPU_LINK = "nvlink4"
-SHARED_MEMORY_LATENCY_S = 40e-6  # of a message between two processes; `run engine` measures it
+SHARED_MEMORY_LATENCY_S = 40e-6  # of a message between two processes, measured by `run engine`
 
 Rates = Sequence[tuple[Mapping[str, Scalar], Sequence[float]]]
-"""Examples per second of each turn, by the key of what is timed."""
+"""Examples per second in each turn, by key of the configuration."""
 
 
 @dataclass
 class Steps:
-    """Findings of one process for one configuration. `turns` is empty where the engine keeps no timeline or
-    cannot run all stages in a process, `real_s` where it was not run for real; `why` says why.
+    """Findings of one process for one configuration. `turns` is empty if the engine keeps no timeline or
+    cannot run all stages in a process, `real_s` if no real step ran; `why` says why.
     """
 
     partition: Partition = ()
-    turns: list[TimedActions] = field(default_factory=list)  # two per round, there and back
-    real_s: list[float] = field(default_factory=list)  # with one stage here, the optimizer's step included
+    turns: list[TimedActions] = field(default_factory=list)  # two per round
+    real_s: list[float] = field(default_factory=list)  # with one stage here, including the optimizer's step
     counts: dict[str, int] = field(default_factory=dict)  # actions of a step by kind
     why: str = ""
-    out_of_memory: str = ""  # the error, where a device had no room for a step; then it has no numbers
+    out_of_memory: str = ""  # the error of a step that did not fit; then there are no numbers
 
 
 class Found(NamedTuple):
@@ -131,16 +131,16 @@ class Found(NamedTuple):
     copy_bytes_per_s: float
     conditions: dict[str, str]
     usage: Usage  # over all rounds
-    link: Link | None = None  # between accelerators, where it could be measured
-    gpu: Mapping[str, Any] = {}  # its clocks before and after, its allocator's memory at most
+    link: Link | None = None  # between accelerators, if measured
+    gpu: Mapping[str, Any] = {}  # clocks before and after, peak memory
 
 
 def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, Any]]:
-    """Numbers and details of all configurations; ratios are within a round, to the first configuration. A
-    real step is held against the one that is laid out with as many micro-batches as really ran.
+    """Metrics and details of all configurations; ratios are relative to the first configuration. A real step
+    is compared with the replay of as many micro-batches as it ran.
 
-    Throughput is compared within a round, in which all configurations took turns there and back. Rounds are
-    long and few, so each direction gives a ratio of its own: a machine that drifts moves the two apart.
+    Throughput is compared within a round, in which all configurations take turns there and back. Rounds are
+    long and few, so each direction gives a ratio: if the machine drifts the two differ.
     """
     link = link_of(found, job.device)
     throughput, real = [], []
@@ -177,7 +177,7 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
                 real_s = [max(samples) for samples in of_processes]
                 real.append((key, [examples / s for s in real_s]))
                 metrics.append(from_samples("real step", [1e3 * s for s in real_s], "ms", key=key))
-                if timed:  # how much longer the laid-out steps are than the same steps on real devices
+                if timed:  # error of the replay, relative to real steps
                     errors = [
                         laid_out / ran_s - 1 for laid_out, ran_s in zip(laid_out_s, real_s, strict=True)
                     ]
@@ -197,7 +197,7 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
 
 
 def conditions_of(found: Sequence[Found]) -> dict[str, Any]:
-    """Conditions under which the processes of a case ran."""
+    """The conditions under which a case's processes ran."""
     return {
         "processes": len(found),
         "conditions": [each.conditions for each in found],
@@ -207,7 +207,7 @@ def conditions_of(found: Sequence[Found]) -> dict[str, Any]:
 
 
 def control_of(found: Sequence[Found]) -> list[Metric]:
-    """The first configuration against itself: not 1 where the machine changed, as by clocks that fall."""
+    """The first configuration against itself: not 1 if the machine changed, as by falling clocks."""
     for of_processes in zip(*(each.steps for each in found), strict=True):
         step_s = [lay_out(each).makespan_s for each in by_turn(of_processes)]
         if ratios := [first / second for first, second in zip(step_s[::2], step_s[1::2], strict=False)]:
@@ -217,8 +217,8 @@ def control_of(found: Sequence[Found]) -> list[Metric]:
 
 
 def link_of(found: Sequence[Found], device: str) -> Link:
-    """Link between the stages: this machine's memory, whose bandwidth was measured; between GPUs what was
-    measured there, or a preset where there is one alone.
+    """The link between stages: this machine's memory, with measured bandwidth; between GPUs the measured
+    link, or a preset if there is one GPU.
     """
     if device == "cuda":
         return found[0].link or LINKS[GPU_LINK]
@@ -231,7 +231,7 @@ def link_of(found: Sequence[Found], device: str) -> Link:
 
 
 def normalised(name: str, rates: Rates, base: Mapping[str, Scalar], provenance: Provenance) -> list[Metric]:
-    """Examples per second, and relative to those of the key `base`, turn by turn, where it has any."""
+    """Examples per second, and relative to those of the key `base`, turn by turn, if it has any."""
     found, theirs = [], next((samples for key, samples in rates if key == base), None)
     for key, samples in rates:
         of = partial(from_samples, key=key, provenance=provenance)
@@ -252,7 +252,7 @@ def samples_of(timelines: Sequence[Timeline]) -> Samples:
 
 
 def joined(several: Sequence[TimedActions]) -> TimedActions:
-    """The same configuration measured several times, as one with more samples."""
+    """Joins measurements of the same configuration into one with more samples."""
     first = several[0]
     return replace(
         first,
@@ -263,15 +263,15 @@ def joined(several: Sequence[TimedActions]) -> TimedActions:
 
 
 def by_turn(steps: Sequence[Steps]) -> list[TimedActions]:
-    """One set of action times per turn of a configuration, samples of all processes together."""
+    """Action times for each turn of a configuration, with the samples of all processes."""
     return [joined(of_processes) for of_processes in zip(*(each.turns for each in steps), strict=True)]
 
 
 def check_ran(timeline: Timeline, schedule: Schedule, stage: int | None = None) -> dict[str, int]:
-    """How many actions of each kind a measured step really had, of all stages or of the one that ran here.
+    """The number of actions of each kind in a measured step, of all stages or of the stage that ran here.
 
-    RuntimeError if they are not the schedule's, because a benchmark that forgot its micro-batches or its
-    recomputation has measured something else.
+    RuntimeError if they are not the schedule's: an engine that omits micro-batches or recomputation measures
+    something else.
     """
     wanted = sorted(schedule if stage is None else schedule.actions[stage])
     found = sorted(event.action for event in timeline.events)
@@ -286,22 +286,22 @@ def check_ran(timeline: Timeline, schedule: Schedule, stage: int | None = None) 
     return {kind.name: kinds.count(kind) for kind in Kind if kind in kinds}
 
 
-# Steps laid out over links (Table 3): over PCIe as it is, and slowed down with the computation. What a scaled
-# model on this machine and the paper's model on a P100 share is the schedule and the balance of the stages,
-# not how long a message takes beside an action. So the scaled model's link is slowed down by as much as its
+# Steps replayed over links (Table 3): over PCIe as it is, and slowed down with the computation. A scaled
+# model on this machine and the paper's model on a P100 have the schedule and the balance of stages in common,
+# but not the ratio of message to action times. So the scaled model's link is slowed down by as much as its
 # actions are, per byte; that factor needs the P100's speed, which is modelled, and the share of its peak that
 # real programs reach, which is declared.
 
 SAME_SHARE = "PCIe, same share"
-"""What results call PCIe slowed down."""
+"""Name in results of PCIe slowed down."""
 PCIE = LINKS["pcie3-host"]
 
 
 def replayed(
     plan: Sequence[Configuration], found: Sequence[Found], paper: FullSize, batch_size: int
 ) -> tuple[list[Metric], dict[str, Any]]:
-    """Actions of this machine over PCIe as it is, over PCIe slowed down as much as they are, and over a free
-    link: throughput, relative to the first K where there are such steps. `batch_size` is the paper's.
+    """Replays of this machine's actions over PCIe, over PCIe slowed down like the actions, and over a free
+    link: throughput, also relative to the first K if it has steps. `batch_size` is the paper's.
     """
     rounds = {
         configuration.num_stages: [replace(each, num_microbatches=NUM_MICROBATCHES) for each in timed]
@@ -349,10 +349,10 @@ def replayed(
 
 
 def _slowed(timed: Mapping[int, TimedActions], paper: FullSize, examples: int, share_of_peak: float) -> Link:
-    """PCIe over which this machine's messages take the share of the time that the paper's take.
+    """PCIe slowed down so that this machine's messages take the same share of the time as the paper's.
 
-    Times are those of all stages, bytes of all cuts, the paper's those of a micro-batch in float32 on a P100,
-    whose stages have even forwards.
+    Times are sums over stages, bytes over cuts; the paper's are those of a micro-batch in float32 on a P100,
+    with stages of equal forwards.
     """
     layers = paper.seconds(P100_16, "float32", examples, share_of_peak)
     forward_s = [layer.forward for layer in layers]

@@ -1,8 +1,8 @@
-"""Whole steps, taken in turns by the processes of a case, and what every action of them took.
+"""Times whole steps in turns, in all processes of a case, and every action within them.
 
-As many processes as there are devices take the steps of all configurations round by round. All stages run in
-each process, at the same time in every process, so a stage's actions have the busy neighbours of a pipeline.
-A configuration with a process for each of its stages is also run for real, which the replay must reproduce.
+There is a process for each device; together they run the steps of all configurations, round by round. Every
+process runs all stages, at the same time as the others, so a stage's actions have busy neighbours as in a
+pipeline. A configuration with a process for each stage is also run for real, to test the replay.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from ..engines.setup import Engine, Setup, clear, resolve
 from .results import Found, Steps, TimedActions, check_ran, results, samples_of
 from .workloads import Configuration, Job, Workload
 
-LEARNING_RATE = 1e-6  # updates are timed, not wanted
+LEARNING_RATE = 1e-6  # only the time of updates matters
 ALONE, SHARED = "all stages in one process", "one stage per process"
 REAL_STAGES = (2, 4, 8)
 REAL_ROUNDS = {"smoke": 1, "short": 6, "full": 6}
-"""Rounds of steps that run for real: two turns each, there and back, of two steps."""
-BULK_BYTES = 2**26  # of a transfer that measures the bandwidth: half a millisecond over NVLink
+"""Rounds of real steps, with two turns each of two steps."""
+BULK_BYTES = 2**26  # of a message that measures bandwidth
 TRIPS = 11
 
 
 def measure(job: Job) -> list[Found]:
-    """Runs the processes of a case, one thread each and, on CPUs, pinned. `MemoryError` where no
-    configuration fits.
+    """Runs a case's processes, with one thread each and, on CPUs, pinned. `MemoryError` if no configuration
+    fits.
     """
     found: list[Found] = run_processes(work, num_devices(job.device), job, device=job.device)
-    steps = found[0].steps  # processes give up together
+    steps = found[0].steps  # all processes stop together
     if all(each.out_of_memory and not (each.turns or each.real_s) for each in steps):
         raise MemoryError(steps[0].out_of_memory)
     return found
@@ -64,7 +64,7 @@ def measure(job: Job) -> list[Found]:
 def timed(
     workload: Workload, plan: Sequence[Configuration], rounds: int, options: RunOptions
 ) -> tuple[list[Found], list[Metric], dict[str, Any]]:
-    """Takes the steps of a plan: what each process found, and numbers and details of all."""
+    """Times the steps of a plan; returns each process's findings, and all metrics and details."""
     job = Job(workload, tuple(plan), rounds, options.engine or "ours", options.device)
     found = measure(job)
     return found, *results(job, found)
@@ -73,9 +73,10 @@ def timed(
 def run_real(
     workload: Workload, counts: Sequence[int], options: RunOptions, *, microbatch_size: int | None = None
 ) -> Outcome:
-    """Takes the steps, with each of `counts` micro-batches and every number of stages there are devices for.
+    """Times real steps, with each of `counts` micro-batches and each number of stages that there are devices
+    for.
 
-    Without `microbatch_size` all have the workload's mini-batch. Skipped where there is one device alone.
+    Without `microbatch_size` all use the workload's mini-batch. Skipped with a single device.
     """
     stages = [k for k in REAL_STAGES if k <= num_devices(options.device)]
     if not stages:
@@ -92,15 +93,15 @@ def run_real(
 
 
 def num_devices(device: str) -> int:
-    """Processes that time side by side: one per GPU, at most eight, or two cores of a CPU."""
+    """The number of processes: one per GPU, at most eight, or two on a CPU's cores."""
     return min(devices.count("cuda"), max(REAL_STAGES)) if device == "cuda" else min(usable_cores(), 2)
 
 
 def run_processes(
     function: Callable[..., Any], num_processes: int, *arguments: Any, device: str = "cpu"
 ) -> list[Any]:
-    """`launch`, on the CPU unless `device` asks for GPUs; RuntimeError with the first failure's own message,
-    where torch's launcher has a page of text, which stays the cause.
+    """Calls `launch`, by default on the CPU. RuntimeError with the first failure's own message; its cause is
+    the launcher's error, with a page of text.
     """
     from torch.multiprocessing.spawn import ProcessException
 
@@ -114,14 +115,14 @@ def run_processes(
 
 
 def work(job: Job) -> Found:
-    """Takes all steps of a case. Runs in every process at once, or in one alone."""
+    """Times all steps of a case, in every process at once, or in a single one."""
     training = Training(job)
     on_gpu = devices.is_accelerator(training.device)
     link = measured_link(training.device) if on_gpu and _has_others() else None
     settle()
     gpu: dict[str, Any] = {"before": of_gpus()} if on_gpu else {}
     layers_s: dict[int, tuple[float, ...]] = {}
-    too_large: dict[int, str] = {}  # errors, by the size of micro-batches of which no layer can be timed
+    too_large: dict[int, str] = {}  # errors by micro-batch size for which a layer does not fit
 
     def time_layers(size: int) -> None:
         example = training.example(size)
@@ -146,7 +147,7 @@ def work(job: Job) -> Found:
     used = Usage.now().since(start)
     if on_gpu:
         gpu |= {
-            "after": of_gpus(),  # at once: an idle GPU lowers its clocks
+            "after": of_gpus(),  # at once: idle GPUs lower their clocks
             "peak_bytes": devices.peak_bytes(training.device),
             "reserved_bytes": torch.accelerator.max_memory_reserved(training.device),
             "alloc_retries": torch.accelerator.memory_stats(training.device).get("num_alloc_retries", 0),
@@ -160,14 +161,15 @@ def work(job: Job) -> Found:
 
 
 class Training:
-    """The model that all configurations of a case train in this process, each on its own mini-batch."""
+    """The model that all configurations of a case train in this process."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.device = job, devices.current(job.device)
         model = job.workload.build(self.device, seed=job.seed)
         self.layers: Sequence[nn.Module] = list(model)
         self.loss = job.workload.loss()
-        # RMSProp with momentum, the paper's 12 bytes per parameter; none without parameters.
+        # RMSProp with momentum: the paper's 12 bytes per parameter. A layer without parameters has no
+        # optimizer.
         self._optimizers = [
             torch.optim.RMSprop(parameters, lr=LEARNING_RATE, momentum=0.9) if parameters else None
             for parameters in (list(layer.parameters()) for layer in self.layers)
@@ -186,14 +188,14 @@ class Training:
         return perf_counter() - start_s
 
     def forget(self) -> None:
-        """Gives back what a step that ran out of memory has left: gradients, and what the error held."""
+        """Frees the memory of a step that ran out of memory: gradients, and the error's references."""
         clear(self.layers)
         gc.collect()
         devices.empty_cache(self.device)
 
 
 class TimedConfiguration:
-    """A configuration cut into `stages`, ready to take its turns; `found` is what those kept have found."""
+    """A configuration with `stages`, ready to take turns; `found` has its findings."""
 
     def __init__(self, configuration: Configuration, training: Training, stages: Partition) -> None:
         self._configuration, self._training = configuration, training
@@ -212,7 +214,7 @@ class TimedConfiguration:
         reasons = []
         for where, group in groups.items():
             if where == SHARED and dist.get_rank() >= len(stages):
-                self._engines[where] = None  # waits for the others
+                self._engines[where] = None  # only waits
                 continue
             setup = Setup(training.layers, stages, num_microbatches, remat, training.device, group)
             try:
@@ -222,11 +224,11 @@ class TimedConfiguration:
         self.found.why = "; ".join(reasons)
 
     def take_turn(self, *, keep: bool = True) -> None:
-        """A step with all stages in this process, then one with a stage per process where that is asked for.
+        """Runs a step with all stages in this process, then one with a stage per process if requested.
 
-        All processes must call; what is not kept warms up. Where the memory of one of them does not suffice,
-        all take no more such steps, and those that were kept are dropped. RuntimeError for a step with other
-        actions than its schedule's.
+        All processes must call; a turn that is not kept warms up. If one runs out of memory, all stop running
+        such steps and drop those that were kept. RuntimeError for a step with other actions than its
+        schedule's.
         """
         found, take = self.found, {ALONE: self._take_alone, SHARED: self._take_shared}
         for where in list(self._engines):
@@ -282,10 +284,10 @@ class TimedConfiguration:
 
 
 def attempt(call: Callable[[], object]) -> str:
-    """Calls, and returns "" or which process ran out of memory with which error. All processes must call.
+    """Calls; returns which process ran out of memory and its error, or "". All processes must call.
 
-    A configuration that is too large for the device is a result; the others of the case go on. So that no
-    process waits for one that gave up, all learn of it at once.
+    A configuration that is too large is a result; the case goes on. All processes learn of it at once, so
+    that none waits for another.
     """
     mine = ""
     try:
@@ -308,14 +310,13 @@ def _has_others() -> bool:
 
 
 def measured_link(device: torch.device) -> Link:
-    """The slowest of the links between neighbouring ranks, as a pipeline's messages find it; all ranks must
-    call.
+    """The slowest link between neighbouring ranks, measured with a pipeline's messages; all ranks must call.
 
     Between GPUs it may be NVLink, a switch or the host's memory, which differ by a factor of thirty. Four
-    bytes tell the latency, a large message the bandwidth.
+    bytes measure the latency, a large message the bandwidth.
     """
     group = None
-    if devices.is_accelerator(device):  # a pipeline's messages take fewer thread blocks than torch's own
+    if devices.is_accelerator(device):  # as in a pipeline: fewer thread blocks than torch's default
         options = nccl_options(dist.ProcessGroupNCCL, sums=False)
         group = dist.new_group(backend="nccl", timeout=options._timeout, pg_options=options)
     found = torch.tensor([[_one_way_s(rank, size, device, group) for size in (4, BULK_BYTES)]
@@ -332,8 +333,8 @@ def measured_link(device: torch.device) -> Link:
 
 
 def _one_way_s(rank: int, num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Seconds one way of a message between a rank and the next, the median of several round trips, of which
-    the first warms up; 0 on other ranks. All ranks must call.
+    """One-way seconds of a message between a rank and the next: the median of several round trips after a
+    first one; 0 on other ranks. All ranks must call.
     """
     ball, found = torch.zeros(num_bytes, dtype=torch.uint8, device=device), list[float]()
     dist.barrier()
@@ -349,17 +350,17 @@ def _one_way_s(rank: int, num_bytes: int, device: torch.device, group: dist.Proc
     return median(found[1:]) if found else 0.0
 
 
-# Seconds of single layers, by which a timed model is cut into stages. With one layer per stage a pipeline
-# would keep each layer's input for all micro-batches (71 GiB for ResNet-101), so layers run in order, each
-# called as a stage calls it, and each input is dropped after use.
+# Seconds of single layers, by which a timed model is partitioned. A pipeline with one layer per stage would
+# keep each layer's input for all micro-batches (71 GiB for ResNet-101), so layers run in order, each as a
+# stage runs it, and each input is dropped after use.
 #
-# A GPU runs many layers faster than Python launches them. So it is kept busy before each repeat for as long
-# as the host needs to ask (`devices.hold`), and what is timed is the device's time. Where it starts too
-# early, the repeat runs again with a longer hold; a warning names the layers for which that did not help.
+# A GPU runs many layers faster than Python launches them. So it is kept busy before each repeat while the
+# host enqueues (`devices.hold`), and the device's time is measured. If it starts too early, the repeat runs
+# again with a longer hold; a warning names layers for which that did not help.
 
 REPEATS = 4  # the first warms up
-AHEAD, MOST_AHEAD_S = 1.5, 0.5  # x the host's launch time; longest hold
-LONGER, MOST_TIMES = 2.0, 16.0  # factor by which a hold that was too short grows, and its maximum
+AHEAD, MOST_AHEAD_S = 1.5, 0.5  # hold relative to launch time; longest hold
+LONGER, MOST_TIMES = 2.0, 16.0  # factor by which a hold grows, and its maximum
 KINDS = (Kind.F, Kind.R, Kind.B)
 Seconds = dict[Kind, float]
 
@@ -372,10 +373,9 @@ def layer_seconds(
     target: Any,
     remat: str,
 ) -> tuple[float, ...]:
-    """Seconds of every layer: forward, backward and, as `remat` says, recomputation of one micro-batch.
+    """Seconds of every layer for one micro-batch: forward, backward and, if `remat` says so, recomputation.
 
-    Each process finds its own, but all must cut at the same places, since a stage's neighbour is in another
-    process; so the mean over processes counts, and all must call.
+    All processes must cut at the same places, so the mean over processes is returned, and all must call.
     """
     device = flatten(batch)[0][0].device
     first, wanted = (split(each, num_microbatches)[0] for each in (batch, target))
@@ -398,8 +398,8 @@ def alone(
     device: torch.device,
     repeats: int = REPEATS,
 ) -> list[Seconds]:
-    """Median seconds of a forward without a graph, of one with it (a recomputation) and of a backward of each
-    layer on one micro-batch; the last one's include the loss, and the first repeat does not count.
+    """Median seconds of each layer on one micro-batch: forward without a graph, forward with one
+    (recomputation), and backward; the last layer's include the loss. The first repeat does not count.
     """
     found, value, ahead, late = list[Seconds](), batch, _Ahead(device), list[str]()
     for index, layer in enumerate(layers):
@@ -422,7 +422,7 @@ def alone(
 
 
 class _Ahead:
-    """How long a device is kept busy, in `LONGER` steps where it turns out to have been too short."""
+    """How long a device is kept busy; grows by `LONGER` if it was too short."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.times, self.failed = device, 1.0, False
@@ -431,7 +431,7 @@ class _Ahead:
         devices.hold(self.device, self.times * min(AHEAD * asked_s, MOST_AHEAD_S))
 
     def was_enough(self, started: int | torch.Event) -> bool:
-        """Whether the device is still held; `started` is the mark recorded after the hold."""
+        """Whether the device was still held; `started` is the mark recorded after the hold."""
         if isinstance(started, int) or not started.query():
             return True
         if self.times < MOST_TIMES:
@@ -466,7 +466,7 @@ def _timed(taken: _Taken, ahead: _Ahead, repeats: int) -> Seconds:
 
 
 class _Taken:
-    """A layer as a stage of its own takes it: forward, recomputation, backward."""
+    """Runs a layer as a stage does: forward, recomputation, backward."""
 
     def __init__(self, layer: nn.Module, end: Callable[[Any], Any], value: Any, index: int) -> None:
         tensors, structure = flatten(value, "a layer's input")
@@ -474,7 +474,7 @@ class _Taken:
         needed = tuple([tensor.is_floating_point() and index > 0 for tensor in tensors])
         self._layer, self._end, self._message = layer, end, Message(tensors, structure, needed)
         self._kept: Any = None
-        self._seeds: tuple[Tensor, ...] = ()  # made before, as gradients of a pipeline come from elsewhere
+        self._seeds: tuple[Tensor, ...] = ()  # made in advance: a pipeline receives them
 
     def take(self, kind: Kind) -> None:
         if kind is Kind.B:

@@ -1,12 +1,12 @@
-"""Table 1: the largest model that fits, up to the 83.9-billion-parameter Transformer on 128 partitions.
+"""Table 1: the largest models that fit, up to the 83.9-billion-parameter Transformer on 128 partitions.
 
-Expected: every parameter count of the paper and its parameter memory to the printed digit. No GPU is needed:
+Expected: every parameter count and parameter memory of the paper to the printed digit. No GPU is needed:
 
     python -m experiments run table1
 
-Each distinct layer runs on fake tensors, the memory model adds the profiles up to the peak of every stage
-(`modelled`). On a GPU (`full`) every distinct stage at the paper's size runs under the paper's cap
-(`measured`). Nothing is timed, so cases run beside each other on all cores.
+Each distinct layer runs on fake tensors, and the memory model computes every stage's peak from the profiles
+(`modelled`). On a GPU (`full`) every distinct stage at the paper's size runs under the paper's memory cap
+(`measured`). Nothing is timed, so cases run in parallel on all cores.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .table1_shown import JUDGED_ATTENTION, cells, figures, tables
 PRECISIONS = ("float32", "bfloat16")
 SMOKE_COLUMNS = {"amoebanet": ("pipeline-1",), "transformer": ("naive-1", "pipeline-8", "pipeline-128")}
 FIRST_S = {"amoebanet": 5.0, "transformer": 1.0}
-"""Seconds of the first case of a half, in which its layers are profiled."""
+"""Seconds that the first case of a half takes to profile its layers."""
 
 
 def cases(options: RunOptions) -> list[Case]:
-    """Cases of one group are about the same layers, which are profiled once."""
+    """Cases of one group share layers, which are profiled once."""
     smoke = options.profile == "smoke"
     found, profiling_s = [], dict(FIRST_S)
     for part, (half, columns) in product(("paper", "largest"), COLUMNS.items()):
@@ -47,7 +47,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def _on_a_gpu(smoke: bool) -> list[Case]:
-    """Cases on a GPU, the most telling first: models on one, whose ratios are the paper's 25 and 3.8."""
+    """Cases on a GPU, most important first: models on one device, whose ratios are the paper's 25 and 3.8."""
     every = [
         (half, each)
         for half, columns in COLUMNS.items()
@@ -74,7 +74,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         return reproduction.run("table1", case)
     key: dict[str, Any] = case.key
     if key["part"] in ("paper", "largest"):
-        with no_collections():  # profiles and footprints by the thousand, and no garbage among them
+        with no_collections():  # thousands of profiles, and no garbage
             return _run_largest(key) if key["part"] == "largest" else _run_paper(key)
     if options.device != "cuda":
         return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
@@ -85,7 +85,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def _run_paper(key: dict[str, Any]) -> Outcome:
-    """The paper's own configuration, at the micro-batches the texts give."""
+    """The paper's own configuration, with its numbers of micro-batches."""
     from .largest import Setting, place_anyhow
 
     half, size = HALVES[key["half"]], column(key["half"], key["column"])
@@ -106,14 +106,14 @@ def _run_paper(key: dict[str, Any]) -> Outcome:
 
 
 def _run_largest(key: dict[str, Any]) -> Outcome:
-    """The largest model of the family that fits on as many accelerators of the same memory."""
+    """The largest model of the family that fits on the same number and kind of accelerators."""
     from .largest import Setting, largest
 
     cap = {"cap_gib": HALVES[key["half"]].cap_gib}
     setting = Setting.of(key["half"], key["column"], key["precision"], key["attention"])
     try:
         found = largest(setting)
-    except ValueError as error:  # nothing fits: that is the answer, not a mistake
+    except ValueError as error:  # nothing fits: a result, not an error
         return Outcome((_modelled("parameters", None, "parameters", note=str(error)),), cap)
     metrics = (
         _modelled("parameters", found.num_parameters, "parameters"),

@@ -1,4 +1,4 @@
-"""Table 1 from its records: text and pictures, and our numbers for its cells and the claims made from it."""
+"""Shows Table 1 from records: text, figures, and results for its cells and claims."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 JUDGED_ATTENTION = {"amoebanet": "none", "transformer": "explicit"}
-"""The softmax of 2019 was kept in memory."""
+"""In 2019 the softmax was kept in memory."""
 ANY_COUNT = "maximum parameters, any number of micro-batches"
-"""A row of ours: what this engine can do."""
+"""A row for what this engine can do."""
 CONTEXT = (
     "context: with as many micro-batches as the model needs and the cut that memory likes best, which the "
     "paper's numbers are not about"
@@ -34,7 +34,7 @@ CONTEXT = (
 
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 MOVING = ("boundary", "activations", "transients")
-"""Parts of the memory other than parameters, gradients and the optimizer's state."""
+"""Parts of memory except parameters, gradients and optimizer state."""
 SUMS = {
     "parameter memory": ("parameters", "optimizer_state"), "  activations": MOVING,
     "  with gradients": (*MOVING, "gradients"),
@@ -42,7 +42,7 @@ SUMS = {
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Tables that the paper does not print: what fills the accelerators, the largest models, what ran."""
+    """Tables beyond the paper's: memory by category, the largest models, measured stages."""
     parts: list[str] = []
     for half in HALVES:
         of, data = of_case(records, half=half, attention=JUDGED_ATTENTION[half]), HALVES[half]
@@ -67,7 +67,7 @@ def _said(record: Record | None, name: str, text: Callable[[float], str] = str) 
 
 
 def _memory_table(records: Sequence[Record], half: str, heading: str) -> str:
-    """Table of what fills the accelerators with the paper's models."""
+    """A table of the accelerators' memory with the paper's models, by category."""
     every = {each.name: find(records, "done", part="paper", column=each.name) for each in COLUMNS[half]}
     found = {name: record for name, record in every.items() if record is not None}
     if not found:
@@ -89,7 +89,7 @@ def _memory_table(records: Sequence[Record], half: str, heading: str) -> str:
 
 
 def _largest_table(records: Sequence[Record], half: str, heading: str) -> str:
-    """The largest models, their ratio to the paper's and to ours without a pipeline."""
+    """A table of the largest models, relative to the paper's and to ours without a pipeline."""
     every = of_case(records, part="largest")
     columns = [each for each in COLUMNS[half] if of_case(every, column=each.name)]
     if not columns:
@@ -133,7 +133,7 @@ def _ratio(over: float | None, under: float | None) -> str:
 
 
 def _devices(records: Sequence[Record]) -> str:
-    """Real stages on a GPU, where they ran, beside the paper's, by which every one fits."""
+    """A table of real stages on a GPU; in the paper all of them fit."""
     lines = []
     for record in of_case(records, part="device"):
         name = [record.case["half"], record.case["column"], record.case.get("precision", "float32")]
@@ -142,7 +142,7 @@ def _devices(records: Sequence[Record]) -> str:
             continue
         facts = record.details
         said, agrees = f"fits {facts['cap_gib']:g} GiB", "as in the paper"
-        if not facts["fits"]:  # the first stage that ran out; the record has all that torch says of it
+        if not facts["fits"]:  # the first stage that ran out of memory
             stage = next(stage for stage in facts["stages"] if stage["ran_out"])
             why = f"stage {stage['stage']} held {_gib(stage['at_most'])}; "
             why += ". ".join(stage["ran_out"].split(". ")[:2])
@@ -159,7 +159,7 @@ WHOSE = ("paper", "computed under the declared choices", "this engine")
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """One per half of the table. Halves without computed records are left out."""
+    """A figure per half of the table; none without computed records."""
     found = {(cell.table, cell.row, cell.column): cell for cell in compare(cells(records))}
     named = {half: (data.table, "maximum parameters", COLUMNS[half][1].name) for half, data in HALVES.items()}
     return [
@@ -192,7 +192,7 @@ def _draw(found: Mapping[tuple[str, str, str], Comparison], records: Sequence[Re
         for row in ("maximum parameters", "peak activation memory")
     )
     unit, here = moving[0].unit, list[float | None]()
-    for name in names:  # memory that comes and goes in a step, at the paper's number of micro-batches
+    for name in names:  # activation memory with the paper's micro-batches
         record = find(records, "done", part="paper", column=name)
         stages = [] if record is None else record.details["placement"]["stages"]
         total = sum(stage[part] for stage in stages for part in MOVING)
@@ -209,7 +209,7 @@ def _draw(found: Mapping[tuple[str, str, str], Comparison], records: Sequence[Re
 
 
 def _bars(axes: Axes, cells: Sequence[Comparison], here: Iterable[float | None]) -> None:
-    """Paper, computed with its error, and this engine, for each column of the table."""
+    """Bars for each column of the table: paper, computed with its error, this engine."""
     import seaborn
     from matplotlib.ticker import NullFormatter
 
@@ -243,7 +243,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
     for half in HALVES:
         for column in COLUMNS[half]:
             record = _of_the_paper(records, half, column.name)
-            found += [  # an exact count, and so many bytes for each
+            found += [  # an exact count, and bytes proportional to it
                 Result(
                     table=HALVES[half].table, row=row, column=column.name, question="as published",
                     metric=record.metric(row) if record is not None else None, record=record,
@@ -251,7 +251,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
                 for row in ("parameters", "parameter memory")
             ]  # fmt: skip
             found.append(_any_count(records, half, column.name))
-    for row, half, over, under in reproduced.CLAIMS:  # quotients of the exact counts
+    for row, half, over, under in reproduced.CLAIMS:  # quotients of exact counts
         ours, theirs = (_value(_of_the_paper(records, half, name), "parameters") for name in (over, under))
         value = ours / theirs if ours and theirs else None
         found.append(

@@ -1,13 +1,13 @@
 """Table 2: normalised throughput of AmoebaNet-D (18, 256) and Transformer-48 over K and M.
 
-Expected: throughput grows with M until the bubble is gone, and with K almost linearly for the Transformer,
-whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even.
+Expected: throughput grows with M until the bubble is negligible, and with K almost linearly for the
+Transformer, whose layers are equal; AmoebaNet's cells differ, so its stages are uneven.
 
     python -m experiments run table2
 
-Every action is measured in whole steps, with all stages in one process, and laid out on K devices
-(`replayed`); where there are devices, the step is also run on them (`measured`), and the difference is the
-replay's error. A case of its own computes the paper's table at its size (experiments/paper/reproduction.py).
+Actions are measured in whole steps, with all stages in one process, and replayed on K devices (`replayed`).
+With enough devices the step also runs on them (`measured`); the difference is the replay's error. Separate
+cases compute the paper's table at its size (experiments/paper/reproduction.py).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ BATCHES = {
     "fixed": "(b) the same mini-batch in all cells: only K and M differ",
 }
 BY_RULE = "the largest mini-batch that fits, a rule taken up with both outcomes in view"
-"""Cells and sentences about throughput are of the first of both, as the paper's."""
+"""Cells and sentences about throughput use the first rule, as the paper does."""
 ROUNDS = {"smoke": 1, "short": 2, "full": 2}
-"""Rounds of a case: every configuration takes two turns in a round, and each turn is a sample."""
+"""Rounds of a case: every configuration takes two turns per round, and each turn is a sample."""
 ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (75.0, 95.0), "full": (150.0, 150.0)}
 REAL_ESTIMATES_S = (195.0, 175.0)  # of AmoebaNet-D and Transformer
 REAL = "normalised real throughput"
@@ -54,7 +54,7 @@ def cases(options: RunOptions) -> list[Case]:
         Case({"model": name, "batch": batch}, estimate_s)
         for batch, estimate_s in zip(BATCHES, ESTIMATE_S[options.profile], strict=True)
         for name in TABLE2
-        # Ten seconds of profiling; on a GPU each command of `.ci/gpu` has its cases.
+        # It takes ten seconds of profiling; on a GPU each command of `.ci/gpu` has its cases.
         if not smoke or (batch, name) != ("fitted", "amoebanet") or options.device == "cuda"
     ]
     return steps + real_cases(TABLE2, REAL_ESTIMATES_S, options) + reproduced.cases("table2", options)
@@ -78,7 +78,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 def _configurations(
     workload: Workload, batch: str, options: RunOptions
 ) -> tuple[tuple[Configuration, ...], dict[str, Any]]:
-    """Configurations that are run, and facts for the record."""
+    """The configurations to run, and facts for the record."""
     from .steps import num_devices
     from .workloads import fitted
 
@@ -89,11 +89,11 @@ def _configurations(
     return tuple(Configuration(k, m, size, runs_for_real=k <= real) for k, m in cells), {"batch_size": size}
 
 
-# Answers: cells and sentences of the paper
+# Results for cells and sentences of the paper
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """Ours beside every cell of each model on record, and the sentences about them."""
+    """Results for every cell of each model on record, and for sentences about them."""
     fitted, fixed = (evidence.by_model(records, TABLES, batch=batch) for batch in BATCHES)
     found: list[Result] = []
     for record in fitted.values():
@@ -102,7 +102,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
             metric, place = _speed(record, name), _place(record, name)
             found.append(evidence.beside(records, record, place, metric, note, "a quotient"))
     for model, record in evidence.by_model(records, TABLES, part="replay error").items():
-        if model not in fitted and _is_whole(record):  # at one mini-batch; the paper fitted its own
+        if model not in fitted and _is_whole(record):  # with one mini-batch, unlike the paper
             for name in _in_order(record):
                 metric, place = _speed(record, name, REAL), _place(record, name)
                 found.append(evidence.beside(records, record, place, metric, "Measured.", "a quotient"))
@@ -126,14 +126,14 @@ def _speed(record: Record, name: str, what: str = "normalised throughput") -> Me
 
 
 def _is_whole(record: Record) -> bool:
-    """Whether more than two stages ran for real, so that it is a column of the table."""
+    """Whether several numbers of stages were measured, so that they form a table."""
     return len({facts["num_stages"] for facts in record.details["cells"].values()}) > 1
 
 
 def _quotients(
     records: Sequence[Record], fitted: Mapping[str, Record], fixed: Mapping[str, Record]
 ) -> Iterator[Result]:
-    """Sentences about the quotient of two cells, or the least of several."""
+    """Results for sentences about a quotient of two cells, or the least of several."""
     about = [
         ((row, column), [(model, "K=8 M=32", "K=2 M=32")], divisor)
         for model in fitted
@@ -155,7 +155,7 @@ def _quotients(
 
 
 def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Result]:
-    """The largest idle share of the steps as they were timed, with four micro-batches or more a stage."""
+    """The largest idle share of timed steps with at least four micro-batches per stage."""
     bubbles = [
         (100 * facts["as_timed"]["shares"]["bubble"], name, model)
         for model, record in of.items()
@@ -174,7 +174,7 @@ def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Res
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Fitted and fixed mini-batch apart, what ran for real on more than two, and what the replay errs by."""
+    """Tables for fitted and for fixed mini-batches, for measured steps, and of the replay's errors."""
     steps = [record for batch in BATCHES for record in of_case(records, "done", batch=batch)]
     real = of_case(records, "done", part="replay error")
     numbers = evidence.long([*steps, *real, *of_case(records, part=REPRODUCTION)], _place)
@@ -204,7 +204,7 @@ CAPTIONS = {
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Throughput over M beside the paper's."""
+    """Figures of throughput over M beside the paper's."""
     return [
         picture(
             name=f"table2-throughput-{batch}", caption=caption, draw=partial(_throughput, records, batch),

@@ -1,13 +1,13 @@
 """Table 3: throughput without a fast interconnect, AmoebaNet-D (18, 128) and Transformer-24 with M = 32.
 
-Expected: the Transformer does not notice (a message takes a hundredth of an action), AmoebaNet does with many
-stages, whose messages take as long as their actions.
+Expected: the Transformer is not slowed down (a message takes a hundredth of an action), AmoebaNet is with
+many stages, whose messages take as long as their actions.
 
     python -m experiments run table3
 
-Actions are measured in whole steps and laid out on K devices over PCIe through the host (`replayed`), as it
-is and slowed down with the model, so that a message takes the share of the time that it takes on the paper's
-P100. A case of its own computes the table at the paper's size for P100s (`reproduction.py`).
+Actions are measured in whole steps and replayed on K devices over PCIe through the host (`replayed`), as it
+is and slowed down with the model, so that messages take the same share of the time as on the paper's P100.
+Separate cases compute the table at the paper's size for P100s (`reproduction.py`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 STAGES = (2, 4, 8)
 TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
-NAMES = {"amoebanet": "AmoebaNet-D", "transformer": "Transformer"}  # in the sentences
-TIMED_MICROBATCHES = 8  # that really run; the step is laid out with 32
-ROUNDS = {"smoke": 1, "short": 2, "full": 3}  # there and back, two samples each
+NAMES = {"amoebanet": "AmoebaNet-D", "transformer": "Transformer"}  # names in the sentences
+TIMED_MICROBATCHES = 8  # of the steps that run; replayed with 32
+ROUNDS = {"smoke": 1, "short": 2, "full": 3}  # each takes two samples
 ESTIMATE_S = {"smoke": 7.0, "short": 40.0, "full": 90.0}
 REAL_MICROBATCHES = (2, 8, 32)
 REAL_ESTIMATES_S = (75.0, 75.0)  # of AmoebaNet-D and Transformer
@@ -72,11 +72,11 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return Outcome(tuple(metrics), {**facts, **details})
 
 
-# Answers: cells and sentences of the paper
+# Results for cells and sentences of the paper
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """Ours beside each K of each model whose steps were timed, and the sentence about them."""
+    """Results for each K of each timed model, and for the sentence about them."""
     found: list[Result] = []
     for model, record in evidence.by_model(records, TABLES, part="steps").items():
         scale = record.details["scale"] or "at the full size"
@@ -85,7 +85,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
         )
         for k in stage_counts(record):
             metric = record.metric("normalised throughput", link=record.details["judged"], K=k)
-            if metric is not None:  # else nothing to be relative to: the steps of K = 2 found no room
+            if metric is not None:  # None if the steps of K = 2 did not fit
                 cell = (TABLES[model], "M=32", f"K={k}")
                 found.append(evidence.beside(records, record, cell, metric, note, "a quotient"))
         slow, fast = (
@@ -100,7 +100,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
 
 
 def stage_counts(record: Record) -> list[int]:
-    """The values of K on record."""
+    """The numbers of stages on record."""
     return [facts["num_stages"] for facts in record.details["stages"].values()]
 
 
@@ -111,7 +111,7 @@ COLUMNS = {SAME_SHARE: "PCIe,\nsame share", "PCIe": "PCIe", "free link": "free\n
 
 
 def tables(records: Sequence[Record]) -> str:
-    """The steps over each link."""
+    """Tables of throughput over each link."""
     parts = []
     for record in evidence.by_model(records, TABLES, part="steps").values():
         found = {
@@ -144,7 +144,7 @@ def _title(record: Record, several: int) -> str:
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Throughput over K beside the paper's, without a fast link and over a free one."""
+    """Figures of throughput over K, without a fast link and over a free one, beside the paper's."""
     laid_out = evidence.by_model(records, TABLES, part="steps")
     lines = picture(
         name="table3-throughput",

@@ -1,11 +1,11 @@
 """Table 4, the overhead breakdown: where the device time of a step goes.
 
-For ResNet-101 and AmoebaNet-D (4, 512). Expected: computation two thirds, recomputation a fifth to a quarter,
-the rest bubble and uneven stages, more of both with more stages.
+For ResNet-101 and AmoebaNet-D (4, 512). Expected: two thirds computation, a fifth to a quarter recomputation;
+the rest is bubble and uneven stages, and grows with the number of stages.
 
     python -m experiments run table4
 
-Actions are timed in whole steps of 4 micro-batches, laid out with 16 on K devices (`replayed`), and again
+Actions are timed in whole steps of 4 micro-batches and replayed with 16 on K devices (`replayed`), then again
 without a link, without set-up and with even stages; the differences are the parts (planner/predict.py).
 """
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-NUM_MICROBATCHES = 16  # v1 Table 1; neither version states the breakdown's own
-TIMED_MICROBATCHES = 4  # that really run
-COUNTS = NUM_MICROBATCHES, TIMED_MICROBATCHES  # that are laid out
+NUM_MICROBATCHES = 16  # of v1's Table 1; neither version states the breakdown's
+TIMED_MICROBATCHES = 4  # of the steps that run
+COUNTS = NUM_MICROBATCHES, TIMED_MICROBATCHES  # numbers of micro-batches to replay
 STAGES = (2, 4, 8)
 JUDGED, JUDGED_COLUMN = "resnet101", "ResNet-101"  # of the sentences
 SHARE = "share of the step"
 REAL_MICROBATCHES = (1, 2, 4)
 REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
-ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
+ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # each takes two samples
 ESTIMATE_S = {"smoke": 10.0, "short": 55.0, "full": 100.0}
 COLORS = ("#3182bd", "#fdd49e", "#636363", "#bdbdbd", "#9ecae1", "#e6550d", "#f0f0f0")  # of the parts
 SETUP = (
@@ -96,7 +96,7 @@ NOTES = ("Share of K x step over the formula's", "Quotient of two shares of K x 
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """v1 took ResNet-101 apart; v5's pie names no model, but has v1's load imbalance of K = 2, 3.2 %."""
+    """v1 breaks down ResNet-101; v5's pie names no model, but has v1's load imbalance at K = 2, 3.2 %."""
     record = evidence.by_model(evidence.of_steps(records), [JUDGED]).get(JUDGED)
     if record is None:
         return reproduced.answers(records)
@@ -133,7 +133,7 @@ def _of_parts(number: Number, num_stages: int, parts: Sequence[str], *shares: fl
 
 
 def _taken_apart(records: Sequence[Record]) -> DataFrame:
-    """Exact shares in percent: a column for each step that is taken apart and a row for each part."""
+    """Exact shares in per cent: a column for each step, a row for each part."""
     from pandas import DataFrame
 
     return 100 * DataFrame(
@@ -148,7 +148,7 @@ def _taken_apart(records: Sequence[Record]) -> DataFrame:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Tables of where the time goes, and of how far the replay errs."""
+    """Tables of the shares, and of the replay's errors."""
     shares = _taken_apart(records)
     scales = {
         record.details["title"]: record.details["scale"]
@@ -169,7 +169,7 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Stacked bars."""
+    """Stacked bars of the shares."""
     bars = picture(
         name="table4-breakdown",
         caption="Where the time of a step goes, by model and number of stages",

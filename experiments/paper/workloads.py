@@ -1,6 +1,6 @@
-"""The models of the performance tables: as the paper has them, and scaled to what two laptop cores can time.
+"""The models of the performance tables, at the paper's size and scaled to two laptop cores.
 
-A scaled model keeps the number of layers and their kinds, so it cuts into stages as the paper's does; widths,
+A scaled model has the paper's number and kinds of layers, so it is partitioned like the paper's; widths,
 images and sequences shrink until an action takes milliseconds. Importing this loads no torch.
 """
 
@@ -32,15 +32,15 @@ PROFILES = {
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model of the zoo at one size, with its mini-batch and its loss; plain data until it builds itself.
+    """A model of the zoo at one size, with mini-batch and loss, as plain data.
 
     Args:
         title: the paper's name of the model
-        model: the zoo's
-        options: of its builder
+        model: its name in the zoo
+        options: options of its builder
         batch_size: examples of a mini-batch, N
-        scale: what is smaller than the paper's, in words; empty at the paper's own size
-        cap_bytes: of a stage, where the mini-batch is fitted to memory
+        scale: what is smaller than in the paper, in words; empty at the paper's size
+        cap_bytes: memory of a stage to which the mini-batch is fitted, if any
     """
 
     title: str
@@ -51,9 +51,9 @@ class Workload:
     cap_bytes: int = 0
 
     def build(self, device: torch.device | str = "cpu", *, seed: int = SEED) -> nn.Sequential:
-        """The layers, with the same weights in every process. On "meta" they take no memory.
+        """Builds the layers, with the same weights in every process. On "meta" they take no memory.
 
-        An accelerator draws weights itself: one thread of the host takes half a minute for two billion.
+        Weights are drawn on an accelerator: one thread of the host takes half a minute for two billion.
         """
         import torch
 
@@ -70,7 +70,7 @@ class Workload:
     def example(
         self, batch_size: int, device: torch.device | str = "cpu", *, seed: int = SEED
     ) -> tuple[Any, Any]:
-        """Inputs and target of a mini-batch of this many examples, the same in every process."""
+        """Inputs and target of a mini-batch of so many examples, equal in every process."""
         import torch
 
         from gpipe_bench.models import example_batch
@@ -94,7 +94,7 @@ class Workload:
 
 
 def materialized(layer: Layers, device: torch.device) -> Layers:
-    """Moves a layer from the meta device to real memory on `device`, with harmless values in it."""
+    """Moves a layer from the meta device to `device`, with harmless values."""
     import torch
 
     layer.to_empty(device=device)
@@ -107,8 +107,8 @@ def materialized(layer: Layers, device: torch.device) -> Layers:
 
 
 class Configuration(NamedTuple):
-    """K, M and N. `runs_for_real` also takes its steps with one stage per process; the step is laid out with
-    each of `counts` micro-batches, the wanted number first, by default with M.
+    """K, M and N. With `runs_for_real` its steps also run with one stage per process. The step is replayed
+    with each of `counts` micro-batches, default M; the first is the wanted number.
     """
 
     num_stages: int
@@ -117,7 +117,7 @@ class Configuration(NamedTuple):
     remat: str = "always"
     runs_for_real: bool = False
     counts: tuple[int, ...] = ()
-    label: str = ""  # what results call it, instead of K and M
+    label: str = ""  # name in results, instead of K and M
 
     @property
     def microbatch_size(self) -> int:
@@ -125,7 +125,7 @@ class Configuration(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One case as its processes see it."""
+    """A case as its processes get it."""
 
     workload: Workload
     configurations: tuple[Configuration, ...]
@@ -140,7 +140,7 @@ class Job(NamedTuple):
 
 
 def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: RunOptions) -> list[Case]:
-    """A case per model, whose steps say how far the replay errs; `estimates_s` are of two cores."""
+    """A case per model, whose real steps measure the replay's error; `estimates_s` are for two cores."""
     return [
         Case({"part": "replay error", "model": model}, 5.0 if options.profile == "smoke" else estimate_s)
         for model, estimate_s in zip(models, estimates_s, strict=True)
@@ -172,7 +172,7 @@ def _transformer(
 
 
 def _sizes(title: str, model: str, **of_profile: tuple[Any, ...]) -> Sizes:
-    """Workload of each profile, from its options, its mini-batch and, where they matter, scale and cap."""
+    """The workload of each profile, from options, mini-batch and, if needed, scale and cap."""
     return {profile: Workload(title, model, *given) for profile, given in of_profile.items()}
 
 
@@ -194,7 +194,7 @@ TABLE2: Mapping[str, Sizes] = {
         "transformer-lm",
         smoke=(_transformer(8, 32, 2, 16, 500), 8, _SMALL_TRANSFORMER, 9 * _MIB // 4),
         short=(_transformer(48, 128, 8, 64, 2000), 32, "width / 16, 64 tokens, 2,000 words", 140 * _MIB),
-        # Half of it in float32 with RMSProp needs 19.5 GiB for a single example.
+        # Half of the model in float32 with RMSProp needs 19.5 GiB for one example.
         full=(
             _transformer(48, 2048, 32, 512, 32_000), 32, "512 instead of 1024 tokens, 24 instead of 16 GiB",
             24 * _GIB,
@@ -222,8 +222,8 @@ TABLE3: Mapping[str, Sizes] = {
         full=(_transformer(24, 2048, 32, 1024, 32_000, attention="explicit"), 32),
     ),
 }  # fmt: skip
-"""The paper gives neither mini-batch nor sequence length; 128 images and 32 sequences of 1024 tokens (Table
-1's) are taken."""
+"""The paper states neither mini-batch nor sequence length; we use 128 images and 32 sequences of 1024 tokens,
+as in Table 1."""
 
 VERSION1: Mapping[str, Sizes] = {
     "resnet101": _sizes(
@@ -238,7 +238,7 @@ VERSION1: Mapping[str, Sizes] = {
         full=({"image_size": 224, "num_classes": 1000}, 128),
     ),
     "amoebanet": _sizes(
-        "AmoebaNet-D (4, 512)",  # v1 counts the cells of one stack of three: L = 12 in v5's words
+        "AmoebaNet-D (4, 512)",  # v1 counts the cells of one of three stacks: L = 12 in v5
         "amoebanet-d",
         smoke=_SMALL_AMOEBANET,
         short=(_amoebanet(12, 128, 80, 100), 32, "filters / 4, 80 x 80 pixels, 100 classes"),
@@ -248,16 +248,16 @@ VERSION1: Mapping[str, Sizes] = {
 """The models of v1's figures 3 and 4."""
 
 
-# The mini-batch fitted to memory, as the paper chose its own (section 3: "adjusted to fit memory")
+# The mini-batch fitted to memory, as in the paper (section 3: "adjusted to fit memory")
 
-FITTED_MICROBATCHES, LARGEST_MICROBATCH = 2, 32  # micro-batches that are run, examples of one
+FITTED_MICROBATCHES, LARGEST_MICROBATCH = 2, 32  # number of micro-batches, most examples in one
 
 
 def fitted(
     workload: Workload, cells: Iterable[tuple[int, int]]
 ) -> tuple[tuple[Configuration, ...], dict[str, Any]]:
     """Configurations for cells of K and M, and facts for the record. Cells with equal stages and examples are
-    laid out from one configuration.
+    replayed from one configuration.
     """
     counts: dict[tuple[int, int], tuple[int, ...]] = {}
     peaks: dict[str, int] = {}
@@ -273,8 +273,8 @@ def fitted(
 def fitted_microbatch(
     workload: Workload, num_stages: int, num_microbatches: int, cap_bytes: int
 ) -> tuple[int, int]:
-    """Examples of the largest micro-batch, a power of two, whose stages stay under a memory cap, and the peak
-    bytes of the fullest stage. ValueError if none fits.
+    """The examples of the largest micro-batch, a power of two, whose stages keep to a memory cap, and the
+    largest peak of a stage in bytes. ValueError if none fits.
     """
     peak, size = peak_bytes(workload, num_stages, num_microbatches, 1), 1
     if peak > cap_bytes:
@@ -291,8 +291,8 @@ def fitted_microbatch(
 
 
 def peak_bytes(workload: Workload, num_stages: int, num_microbatches: int, microbatch_size: int) -> int:
-    """Peak bytes of the fullest stage under gpipe with re-materialization and RMSProp (modelled). The cut is
-    by the estimated cost of the layers, since nothing has been timed yet.
+    """The largest peak of a stage under gpipe with re-materialization and RMSProp (modelled). The partition
+    is by estimated costs, since nothing has been timed yet.
     """
     from gpipe_bench.pipeline.memory.workers import pipeline_memory
 

@@ -1,7 +1,7 @@
-"""Cases that several processes run together: launched once for all of a file, and each reported as a test.
+"""Runs cases in several processes, launched once per file of tests; each case is reported as a test.
 
-A file of tests has a fixture that calls `outcomes_of`, and a test of each case that calls `assert_passed`.
-What the processes run is found by its module and name, so a case is a function at the top of a module.
+A file of tests has a fixture that calls `outcomes_of`, and a test per case that calls `assert_passed`.
+Processes find a case by module and name, so it is a top-level function.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:  # forked processes have no pytest
 Case = Callable[[], None]
 Cases = Mapping[str, Case]
 
-HANGING_S = 45.0  # longer than any case waits for what it tests; a few seconds more and the test has ended
-IDLE = 0.02  # of a core that all ranks together take while they only wait for each other
+HANGING_S = 45.0  # longer than any case's own waits
+IDLE = 0.02  # share of a core that ranks use together while they wait
 
 
 class Outcome(NamedTuple):
-    """What became of a case on one rank: the traceback, or None where it passed."""
+    """The result of a case on one rank: its traceback, or None if it passed."""
 
     trace: str | None
     taken_s: float
@@ -45,14 +45,14 @@ Outcomes = list[dict[str, Outcome]]  # of each rank, by the names of the cases
 
 
 def named(*cases: Case) -> dict[str, Case]:
-    """By their names, which are those of the tests; no two may have the same."""
+    """The cases by name, as in tests; names must differ."""
     found = {case.__name__: case for case in cases}
     assert len(found) == len(cases)
     return found
 
 
 def run_all(cases: Cases) -> dict[str, Outcome]:
-    """On each rank: runs cases one after the other."""
+    """Runs cases one after another, on each rank."""
     outcomes = {}
     for name, case in cases.items():
         start_s = time.monotonic()
@@ -68,22 +68,22 @@ def run_all(cases: Cases) -> dict[str, Outcome]:
 
 
 def selected(request: pytest.FixtureRequest, cases: Cases) -> Cases:
-    """Those of `cases` whose `test_case` of the fixture's file is among the tests to run."""
+    """The `cases` whose `test_case` in the fixture's file is selected to run."""
     items = [item for item in request.session.items if item.path == request.path]
     chosen = {item.callspec.params["case"] for item in items if item.name.startswith("test_case[")}
     return {name: case for name, case in cases.items() if name in chosen}
 
 
 def outcomes_of(cases: Cases, num_ranks: int = 4) -> Outcomes:
-    """What each rank of one launch says of the cases."""
+    """Each rank's outcomes of the cases, from one launch."""
     return watched(run_all, num_ranks, dict(cases))
 
 
 def watched(
     function: Callable[..., Any], num_ranks: int, *arguments: Any, hanging_s: float = HANGING_S
 ) -> list[Any]:
-    """What `launch` returns of the function on CPUs. Where all ranks wait, each for another, `AssertionError`
-    with the stacks of all after `hanging_s`, or later on a machine that is busy with something else.
+    """Launches the function on CPUs; returns its results. If all ranks wait for each other, `AssertionError`
+    with all stacks after `hanging_s`, or later on a busy machine.
     """
     with tempfile.TemporaryDirectory(prefix="watched-") as folder:
         try:
@@ -98,7 +98,7 @@ CORES = os.cpu_count() or 1
 
 
 def _watched(folder: Path, hanging_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
-    """On each rank."""
+    """Runs on each rank."""
     over = threading.Event()
     watch = threading.Thread(target=_watch, args=(folder, hanging_s, over), daemon=True, name="watch")
     watch.start()
@@ -109,11 +109,11 @@ def _watched(folder: Path, hanging_s: float, function: Callable[..., Any], *argu
 
 
 def _watch(folder: Path, hanging_s: float, over: threading.Event) -> None:
-    """The thread: tells the other ranks what this one has computed, and looks whether anybody still does."""
+    """A thread: shares this rank's CPU time with the others, and detects when no rank uses any."""
     own, size = dist.get_rank(), dist.get_world_size()
     since_s, before_s, clocks = time.monotonic(), 0.0, [folder / f"clock-{rank}" for rank in range(size)]
-    while not over.wait(max(hanging_s / 50, 0.25)):  # seldom: looking takes time, too
-        clocks[own].write_text(f"{time.process_time():20.6f}")  # of one length, so never half of it
+    while not over.wait(max(hanging_s / 50, 0.25)):  # seldom: it takes time, too
+        clocks[own].write_text(f"{time.process_time():20.6f}")  # of fixed length, so never read in part
         spent_s = sum(float(clock.read_text() or 0) for clock in clocks if clock.exists())
         waited_s = time.monotonic() - since_s
         if spent_s - before_s > IDLE * max(hanging_s, waited_s):
@@ -122,12 +122,12 @@ def _watch(folder: Path, hanging_s: float, over: threading.Event) -> None:
             with (folder / f"stacks-{own}").open("w") as file:
                 print(f"rank {own} of {size}:", file=file, flush=True)
                 faulthandler.dump_traceback(file)
-            over.wait(max(hanging_s / 10, 5.0))  # for the others to say where they are
+            over.wait(max(hanging_s / 10, 5.0))  # for the others to write their stacks
             os._exit(1)
 
 
 def once(path: Path, make: Callable[[], Outcomes]) -> Outcomes:
-    """What `make` gives to the first of several processes; the others wait for it and read it from `path`."""
+    """The outcomes of `make` in the first of several processes; others wait and read them from `path`."""
     with path.open("a+b") as file, locked(file.fileno()):
         file.seek(0)
         if not (found := file.read()):

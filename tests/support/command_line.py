@@ -1,7 +1,7 @@
-"""Commands with the fake experiment registered; for several test files.
+"""Runs commands with the fake experiment registered; for several test files.
 
-`call` runs one in this process, which costs no interpreter; `start` in a process of its own, for what is
-about processes: signals, closed or full streams, terminals, encodings, imports that must not happen.
+`call` runs a command in this process, without a new interpreter; `start` in a new process, for tests of
+signals, closed or full streams, terminals, encodings, and imports that must not happen.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.registry import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
-# Background jobs of a shell ignore interrupts, and so would their children. On a busy machine, too, the way
-# out is to be the good one.
+# Background jobs of a shell, and so their children, ignore interrupts. The grace period is long because
+# orderly exits are slow on a busy machine.
 START = """
 import signal
 import sys
@@ -38,7 +38,7 @@ NO_TORCH = (
 )
 
 
-# Runs several commands with "then" between them; the status is that of the first that fails.
+# Runs several commands, separated by "then"; returns the status of the first that fails.
 SEVERAL = START.replace(
     "sys.exit(main())",
     """
@@ -51,7 +51,7 @@ sys.exit(next(filter(None, map(main, commands)), 0))
 
 
 def surroundings(**variables):
-    """The environment of a command: this one's, without what would change the output."""
+    """The environment of a command: this process's, without variables that change the output."""
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
     return {**environment, **variables}
@@ -88,7 +88,7 @@ def call(*arguments, **variables):
 
 @contextmanager
 def redirected(name):
-    """Sends a standard stream and its descriptor to a temporary file, of which it yields the descriptor."""
+    """Redirects a standard stream and its descriptor to a temporary file; yields the file's descriptor."""
     stream, number = getattr(sys, name), {"stdout": 1, "stderr": 2}[name]
     stream.flush()
     kept = os.dup(number)
@@ -113,7 +113,7 @@ def lines(text):
 
 
 class Gate:
-    """Two named pipes: the case `step=2` says that it arrived and waits until it may leave."""
+    """Two named pipes: the case `step=2` reports that it has begun, and waits until it may end."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -128,7 +128,7 @@ class Gate:
         os.read(self.arrived, 100)
 
     def release(self):
-        (self.folder / "leave").write_text("go")  # opens only because the case is waiting for it
+        (self.folder / "leave").write_text("go")  # opens because the case is reading
 
     def close(self):
         os.close(self.arrived)

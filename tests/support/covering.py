@@ -1,7 +1,7 @@
-"""Few rows of a large grid in which each two values of different axes still meet.
+"""Chooses few rows of a large grid that contain every pair of values of different axes.
 
-A mistake that shows in one cell nearly always needs one value or two of its own, and shows in each cell that
-has them. What needs three or more is what random examples of all options together are for (`test_joined`).
+A mistake in one cell nearly always depends on one or two values, and shows in each cell with them. For
+mistakes that need three or more there are random examples of all options (`test_joined`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Row = tuple[Any, ...]
 
 
 def pairwise(*axes: Sequence[Any], keep: Sequence[Row] = ()) -> list[Row]:
-    """Rows with a value of each axis, so that any two values of two axes stand together in one; `keep` first.
+    """Rows that contain every pair of values of two axes; `keep` come first.
 
-    Greedy: each further row is one that has the most new pairs. The same rows each time.
+    Greedy: each further row has the most new pairs. The result is always the same.
     """
     rows, grid = list(keep), list(itertools.product(*axes))
-    random.Random(0).shuffle(grid)  # whoever is first of equals in a sorted grid repeats what is beside it
+    random.Random(0).shuffle(grid)  # in a sorted grid the first of equals resembles its neighbours
     missing = {pair for row in grid for pair in _pairs(row)}
     missing -= {pair for row in rows for pair in _pairs(row)}
     while missing:

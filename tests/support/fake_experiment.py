@@ -1,8 +1,8 @@
 """A small experiment for the tests of runner and command line; needs no torch.
 
-What it does is steered through environment variables, so that tests can watch it from elsewhere: FAKE_LOG
-is a file to which each executed case is appended, FAKE_GATE a folder with the pair of named pipes at
-which the case `step=2` waits, FAKE_MEETING a named pipe at which `step=1` and `step=3` wait for each other.
+Environment variables control it, so that tests can watch it from other processes: FAKE_LOG is a file to which
+each executed case is appended, FAKE_GATE a folder with the pair of named pipes at which the case `step=2`
+waits, FAKE_MEETING a named pipe at which `step=1` and `step=3` wait for each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    """Logs itself, waits at the gate, fails on demand, then returns a parameter count."""
+    """Writes to the log, waits at the gate, fails on demand, else returns a parameter count."""
     step = case.key["step"]
     assert isinstance(step, int)
     if log := os.environ.get("FAKE_LOG"):
@@ -75,12 +75,12 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def steps(log: Path) -> list[int]:
-    """The cases that were run, in order, from the file that FAKE_LOG names."""
+    """The executed cases, in order, from the file FAKE_LOG."""
     return [int(line.split()[0]) for line in log.read_text().splitlines()]
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """One cell per record."""
+    """A result per record."""
     return [
         Result(
             table=TABLE,
@@ -94,7 +94,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
 
 
 class Lines:
-    """A drawing that needs no matplotlib: as many lines as records."""
+    """A figure without matplotlib: a line per record."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.text = "\n".join(record.label for record in records)
@@ -104,7 +104,7 @@ class Lines:
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """A file with as many lines as records."""
+    """A figure with a line per record."""
     return [
         Plot(name="fake", caption="All steps", alt="Lines", draw=lambda: Lines(records), suffixes=("txt",))
     ]

@@ -1,7 +1,7 @@
 """An experiment whose second case launches a process that never ends by itself, for the tests of signals.
 
-The process starts one of its own (a grandchild of the run), says through the named pipe FAKE_ARRIVED who the
-two are, and then waits inside an operation that no Python handler interrupts.
+The process starts another one (a grandchild of the run), writes both process ids to the named pipe
+FAKE_ARRIVED, and waits in an operation that no Python handler interrupts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def wait_for_ever() -> None:
-    """What the launched process does."""
+    """Runs in the launched process."""
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, is_master=True)

@@ -1,5 +1,5 @@
-"""Processes forked from one that has imported torch, in place of fresh ones, each of which takes seconds for
-that and more than it then computes; for the tests alone. What is forked, and what does it as a user does:
+"""Forks test processes from one that has imported torch, which saves seconds in each. Tests that start
+processes as users do, and those that fork:
 
 - the processes of `launch`, but where a test uses `spawning`: test_launch.py, tests/smoke.py, and the pages'
   `check-engine` (tests/documented.py)
@@ -29,23 +29,23 @@ HANGING_S = 600.0  # several times as long as the cases of any file take all tog
 
 
 def end_if_it_hangs(after_s: float = HANGING_S) -> None:
-    """After so long this process says where it hangs, with the stacks of all its threads, and so do those
-    that wait for it; a little later they end, and with them the test, sooner than `faulthandler_timeout`.
+    """After `after_s` this process writes the stacks of all its threads and, a little later, ends, and with
+    it the test, sooner than `faulthandler_timeout`.
     """
     faulthandler.dump_traceback_later(after_s)
-    signal.setitimer(signal.ITIMER_REAL, after_s + 30)  # the first to end takes the others with it
+    signal.setitimer(signal.ITIMER_REAL, after_s + 30)  # its end ends the others
 
 
 def fork_server(method: str = "forkserver") -> multiprocessing.context.BaseContext:
-    """The context of forked processes, whichever method was asked for; their server runs by then."""
-    with contextlib.chdir(ROOT):  # wherever this is called: what is preloaded is found from there
+    """The context of forked processes, whatever `method`; starts their server."""
+    with contextlib.chdir(ROOT):  # the server finds preloaded modules from there
         forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
 
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
-    """Meanwhile processes that are launched are forked."""
+    """Within it, launched processes are forked."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.support.preloaded"])
     fork_server()
     with mock.patch.object(launch, "START_METHOD", "forkserver"):
@@ -54,20 +54,20 @@ def forking() -> Iterator[None]:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[None]:
-    """Meanwhile they start as they do for users."""
+    """Within it, launched processes are spawned, as for users."""
     with mock.patch.object(launch, "START_METHOD", "spawn"):
         yield
 
 
 class Script:
-    """A script in a process of its own, which leads a session: as `subprocess.Popen` starts it, but forked.
-    What it starts in its turn is started as it does for users.
+    """A script in a forked process with its own session, otherwise as with `subprocess.Popen`. Processes that
+    it starts are started as for users.
     """
 
     def __init__(
         self, path: Path, arguments: Sequence[str], folder: Path, said: Path, variables: Mapping[str, str]
     ) -> None:
-        """In `folder`, with these variables and no others; what it prints goes to `said`.out and .err."""
+        """Runs in `folder`, with only these variables; output goes to `said`.out and .err."""
         self._said = tuple(said.with_name(said.name + end) for end in (".out", ".err"))
         streams = tuple(map(str, self._said))
         self._process = fork_server().Process(  # type: ignore[attr-defined]
@@ -77,13 +77,13 @@ class Script:
         self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
-        """The exit status, or a signal's number below zero; None while it runs."""
+        """The exit status, or minus a signal's number; None while it runs."""
         return self._process.exitcode
 
     returncode = property(poll)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Both streams, when it has ended."""
+        """Waits for its end; returns both streams."""
         self._process.join(timeout)
         assert self.poll() is not None, f"it runs for more than {timeout:.0f} s"
         out, err = (path.read_text() if path.exists() else "" for path in self._said)
@@ -93,7 +93,7 @@ class Script:
 def _become(
     path: str, arguments: list[str], folder: str, streams: Sequence[str], variables: Mapping[str, str]
 ) -> None:
-    """In the fork, which then knows nothing of the process that asked for it."""
+    """Runs in the fork: drops its parent's state, then runs the script."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -108,7 +108,7 @@ def _become(
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens at."""
+    """A free port of this host."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -116,7 +116,7 @@ def free_port() -> int:
 
 
 def torchrun(path: Path, arguments: Sequence[str], size: int, folder: Path, **variables: str) -> list[str]:
-    """What each of the processes prints that `torchrun --nproc-per-node SIZE` would start."""
+    """The output of each process that `torchrun --nproc-per-node SIZE` would start."""
     known = {**os.environ, **variables, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [

@@ -1,4 +1,4 @@
-"""Made-up action times and what the processes of a timed table would find of them."""
+"""Made-up action times, and made-up findings of the processes of a timed table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = Workload("A model", "transformer-lm", OPTIONS, 32, "half")
 def timed(
     num_stages: int = 2, num_microbatches: int = 4, slow: float = 1.0, unit_s: float = 0.01, **more: Any
 ) -> TimedActions:
-    """F and R take a unit, B two; the last stage `slow` times as long. Messages have 1000 bytes."""
+    """F and R take a unit, B two, on the last stage `slow` times that. Messages have 1000 bytes."""
     seconds = {Kind.F: unit_s, Kind.R: unit_s, Kind.B: 2 * unit_s}
     last, per_stage = num_stages - 1, 8 // num_stages
     given = {
@@ -40,13 +40,13 @@ def timed(
 
 
 def steps(turns: int = 2, real_s: tuple[float, ...] = (), why: str = "", **more: Any) -> Steps:
-    """Of one process, which took so many turns."""
+    """The steps of one process, which took so many turns."""
     action = timed(**more)
     return Steps(action.partition, [action] * turns, list(real_s), {"F": 8}, why)
 
 
 def found(*each: Steps) -> Found:
-    """Of one process, whose link takes next to no time."""
+    """The findings of one process with a very fast link."""
     return Found(each, 1e12, {"threads": "1"}, Usage(1.0, 2.0, 1.0, 2))
 
 
@@ -55,6 +55,6 @@ def job_of(*configurations: Configuration, **more: Any) -> Job:
 
 
 def value(metrics: Any, name: str, **key: Any) -> float:
-    """Of the one metric of that name and key."""
+    """The value of the metric with this name and key."""
     (metric,) = [each for each in metrics if (each.name, each.key) == (name, key)]
     return float(metric.value)

@@ -1,10 +1,10 @@
-"""A command that stops at a moment of one's choice, for the tests of signals: `python moments.py VERB ...`.
+"""Runs a command that stops at a chosen moment, for tests of signals: `python moments.py VERB ...`.
 
-MOMENT names the place, `module:attribute`, or a module for the beginning of its import. Whoever gets there
-first, the command or a process that it has started, writes its number into the named pipe MOMENT_ARRIVED and
-waits for a signal; with MOMENT_LEAVE, another pipe, until somebody writes into that. MOMENT_TIMES lets so
-many calls pass before. Processes that are spawned import this file again, and so keep the same watch. Where
-this was itself forked from one that had imported torch, it forks.
+MOMENT names the moment: a call of `module:attribute`, or a module's import. The first process to get there,
+the command or one that it started, writes its process id into the named pipe MOMENT_ARRIVED and waits for a
+signal, or with MOMENT_LEAVE, another pipe, until something is written there. MOMENT_TIMES calls pass before.
+Spawned processes import this file again, and so keep the same watch. If this process was forked from one that
+had imported torch, it forks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ passed = 0
 
 
 def arrive() -> None:
-    """Says so and waits."""
+    """Reports the moment and waits."""
     global passed
     if "MOMENT_IN_A_CHILD" in os.environ and os.getpid() == COMMAND:
         return
@@ -42,7 +42,7 @@ def arrive() -> None:
 
 
 class Watch(importlib.abc.MetaPathFinder):
-    """Sees the module's import, and lets others find it."""
+    """Notices the module's import, which other finders carry out."""
 
     def find_spec(self, fullname: str, *_: Any) -> None:
         if fullname == MODULE:
@@ -50,7 +50,7 @@ class Watch(importlib.abc.MetaPathFinder):
 
 
 def wrap() -> None:
-    """Puts in the attribute's place what arrives first."""
+    """Replaces the attribute by a function that first reports the moment."""
     owner: Any = importlib.import_module(MODULE)
     *path, name = ATTRIBUTE.split(".")
     for each in path:
@@ -76,7 +76,7 @@ if __name__ == "__main__":
         from gpipe_bench.pipeline.ranks import launch
 
         launch.START_METHOD = "fork"
-        faulthandler.cancel_dump_traceback_later()  # its thread is in no fork, which would wait for it
+        faulthandler.cancel_dump_traceback_later()  # forks lack its thread and would wait for it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     from gpipe_bench.experiments.__main__ import command
     from gpipe_bench.harness import processes as stopping

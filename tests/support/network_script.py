@@ -1,4 +1,4 @@
-"""Training over processes that share no memory, as those of two hosts: 50 steps of a small model."""
+"""Trains a small model for 50 steps over processes without shared memory, as on two hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of odd kinds, models whose layers share a weight, and some steps of training."""
+"""Unusual layers, models whose layers share a weight, and a training loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpipe_bench.pipeline import Pipeline
 
 
 class Add(nn.Module):
-    """Adds the two tensors that a portal gives to its layer."""
+    """Adds the two tensors that a portal brings to its layer."""
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         return pair[0] + pair[1]
@@ -26,7 +26,7 @@ class OverwritesOne(nn.Module):
 
 
 class Picky(nn.Module):
-    """Uses one of its weights only for inputs that ask for it, and another never."""
+    """Uses one weight only for some inputs, and another never."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tiny models whose messages are a good part of what a worker holds, and what their processes count."""
+"""Tiny models with large messages, and the bytes that their processes hold, to test the memory model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = ("F", "G", "R", "B", "I", "W")
 
 
 class Apart(nn.Module):
-    """Adds what it computes to its input: no graph keeps its output."""
+    """Adds a function of its input to it: no graph keeps its output."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Apart(nn.Module):
 
 
 class Kept(nn.Module):
-    """Keeps its own output, as a rectifier does."""
+    """Its graph keeps its own output, as a ReLU's does."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def _candidate(layers: int, name: str, per_worker: int, remat: str, number: int)
 
 
 def ways_of(planned: Planned, number: int) -> list[Candidate]:
-    """All ways that the model has layers for, and the schedules so few micro-batches."""
+    """All ways for which the model has layers and the schedules micro-batches."""
     layers = len(planned.source.build()[0])
     found = []
     for name, per_worker, remat in WAYS:
@@ -111,7 +111,7 @@ def ways_of(planned: Planned, number: int) -> list[Candidate]:
 
 
 def peaks_of(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[int, ...]]:
-    """Peak bytes of every worker as `predict` gives them for each candidate; its seconds are not used."""
+    """Predicted peak bytes of every worker for each candidate; seconds are made up."""
     layers = planned.source.build()[0]
     second = SizeCosts(layers_s=dict.fromkeys(KINDS, (1.0,) * len(layers)))
     trained = [[p.nbytes for p in layer.parameters() if p.requires_grad] for layer in layers]
@@ -125,12 +125,12 @@ def peaks_of(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[in
         optimizer=OPTIMIZER,
     )  # fmt: skip
     found = [predict(each, costs, request, parts=False).peak_bytes for each in candidates]
-    return [each * (NUM_WORKERS // len(each)) for each in found]  # replicas hold the same
+    return [each * (NUM_WORKERS // len(each)) for each in found]  # replicas are equal
 
 
 def count(planned: Planned, candidates: Sequence[Candidate], *, share_memory: bool = True) -> list[int]:
-    """Runs in each process: the most bytes that lived in it in the second step of each candidate, whose
-    messages go through memory that processes share, or through gloo.
+    """Runs in each process; returns its peak bytes in the second step of each candidate, with messages
+    through shared memory or gloo.
     """
     import torch
     from torch import distributed as dist
@@ -160,12 +160,12 @@ def count(planned: Planned, candidates: Sequence[Candidate], *, share_memory: bo
                     optimizer.step()
                     optimizer.zero_grad()
                 shared_bytes = pipeline.shared_message_bytes
-        # The mini-batch and its targets are the user's, and lived before.
+        # The mini-batch and its targets are the user's and existed before.
         users = {}
         for here, tree in ((schedule.worker(0), batch), (schedule.worker(schedule.num_stages - 1), target)):
             for tensor in tensors_of(tree, "the mini-batch") if here == worker else ():
                 storage = tensor.untyped_storage()
-                users[storage.data_ptr()] = tensor.nbytes  # a part of an example may lie in the whole one
+                users[storage.data_ptr()] = tensor.nbytes  # parts may share its storage
         found.append(memory.peak_bytes[rank] + shared_bytes + sum(users.values()))
     return found
 
@@ -180,7 +180,7 @@ def _pipeline(candidate: Candidate, layers: Sequence[Any], **more: Any) -> Any:
 
 
 def _replicated(num_layers: int, number: int) -> list[Candidate]:
-    """Two replicas of the whole model, whose micro-batches are as large as those of so many for one."""
+    """Two replicas of the whole model, with micro-batches as large as those of a single pipeline."""
     return [
         Candidate(
             grid=Grid(1, NUM_WORKERS), schedule=name, stages_per_worker=1, cut=(range(num_layers),),
@@ -191,12 +191,12 @@ def _replicated(num_layers: int, number: int) -> list[Candidate]:
 
 
 def ways() -> list[Candidate]:
-    """All ways to train."""
+    """All ways to train one of the models."""
     return ways_of(planned("small"), MICROBATCHES)
 
 
 def count_all() -> dict[str, list[int]]:
-    """What one process does: bytes of each way, by model, and by model over gloo."""
+    """Runs in each process; returns the bytes of each way by model, and by model over gloo."""
     found = {name: count(planned(name), ways()) for name in MODELS}
     for name in ("small", "large"):
         found[f"{name} over gloo"] = count(planned(name), ways()[:4], share_memory=False)

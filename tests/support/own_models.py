@@ -1,4 +1,4 @@
-"""Models that are no sequences, as users write them (`CASES`) and of transformers from tiny configurations
+"""Models that are not sequences, as users write them (`CASES`) and of transformers with tiny configurations
 (`FAMILIES`, for tests that have the library), with a batch for each.
 """
 
@@ -19,12 +19,12 @@ EXAMPLES, LENGTH, VOCABULARY = 8, 6, 13
 
 
 def library() -> ModuleType:
-    """transformers, or the reason why a test is skipped."""
+    """The module transformers; skips the test without it."""
     from gpipe_bench.models.torchvision_shim import import_torchvision
 
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers: pip install -e .[transformers]")
-    import_torchvision()  # transformers imports it where it finds it
+    import_torchvision()  # transformers imports it if it is installed
     import transformers
 
     return transformers
@@ -32,14 +32,14 @@ def library() -> ModuleType:
 
 @dataclass(frozen=True)
 class Family:
-    """How a model is built, and what its forward takes."""
+    """A function that builds a model, and the inputs of its forward."""
 
     build: Callable[[ModuleType, float, bool], nn.Module]  # library, dropout, tied embeddings
     inputs: tuple[str, ...]
     tied: bool = False
 
     def model(self, dropout: float = 0.0, *, tied: bool = False, seed: int = 0) -> nn.Module:
-        """In float64, with parameters that depend on `seed` alone."""
+        """A model in float64, with parameters that only depend on `seed`."""
         transformers = library()
         torch.manual_seed(seed)
         return self.build(transformers, dropout, tied).double().train()
@@ -98,7 +98,7 @@ def _t5(transformers: Any, dropout: float, tied: bool) -> nn.Module:
         vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, dropout_rate=dropout,
     )  # fmt: skip
     model = transformers.T5ForConditionalGeneration(config)
-    if not tied:  # whatever its configuration says, the library ties them
+    if not tied:  # the library ties them in any case
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     return model
 
@@ -118,7 +118,7 @@ FAMILIES = {
 
 
 class Branches(nn.Module):
-    """A residual block whose branches meet again, with batch normalization and a parameter of its own."""
+    """A residual block with two branches, batch normalization and a parameter of its own."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Branches(nn.Module):
 
 
 class Residual(nn.Module):
-    """A residual net with branches, functional dropout, a buffer, and sizes used far behind."""
+    """A residual net with branches, functional dropout, a buffer, and sizes that later code uses."""
 
     def __init__(self, channels: int = 4, dropout: float = 0.2) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down twice and up again, each level joined with its way down."""
+    """A U-Net: down twice and up again, with a skip on each level."""
 
     def __init__(self, channels: int = 3, dropout: float = 0.2) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Tower(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Two inputs, each with layers of its own; their embeddings are tied."""
+    """Two inputs, each with its own layers; their embeddings are tied."""
 
     def __init__(self, width: int = 6, dropout: float = 0.2) -> None:
         super().__init__()

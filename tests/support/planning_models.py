@@ -1,4 +1,4 @@
-"""A small model with costs that are made up, for tests of plans: nothing is timed."""
+"""Small models with made-up costs, for tests of plans: nothing is timed."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def tied(blocks: int = 6) -> tuple[list[nn.Module], Tensor, Tensor, Any]:
 
 
 def bare() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
-    """Without any block between."""
+    """Only embedding and output layer."""
     return tied(0)
 
 
 def frozen() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
-    """The same, with weights of the embedding that nobody trains."""
+    """The model `tied` with frozen embedding weights."""
     layers, *rest = tied()
     next(layers[0].parameters()).requires_grad_(False)
     return layers, *rest
@@ -64,14 +64,14 @@ def plain() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
 
 
 def normed() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
-    """With batch norm over rows, which needs two examples of a micro-batch or more."""
+    """The model `plain` with batch norm over rows, which needs two examples or more."""
     layers, *rest = plain()
     layers.insert(3, nn.BatchNorm1d(WIDTH))
     return layers, *rest
 
 
 class Asking(nn.Linear):
-    """A layer that wants to know where its input is."""
+    """A layer that reads its input's device."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert all(x.device == self.weight.device for _ in range(9))
@@ -79,19 +79,19 @@ class Asking(nn.Linear):
 
 
 def square(rows: int = 4096) -> tuple[list[nn.Module], Tensor, Tensor, Any]:
-    """Weights of the shape of the inputs."""
+    """A model whose weights have the shape of its inputs."""
     first, second, last = (kind(rows, rows, bias=False) for kind in (nn.Linear, Asking, nn.Linear))
     layers: list[nn.Module] = [first, second, nn.Tanh(), last]
     return layers, torch.empty(rows, rows), torch.empty(rows, rows), nn.functional.mse_loss
 
 
 def divided() -> tuple[Any, ...]:
-    """With a plan of its own for tensor parallelism."""
+    """The model `plain` with its own tensor-parallel plan."""
     return *plain(), divide
 
 
 def divide(layers: nn.Sequential, mesh: DeviceMesh) -> None:
-    """Each layer by the columns of its weight; what it gives is gathered."""
+    """Divides each layer by columns of its weight and gathers its output."""
     for layer in layers:
         parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()))
 
@@ -100,7 +100,7 @@ def indivisible() -> tuple[Any, ...]:
     return *plain(), 2
 
 
-# No models at all, for what is said of them.
+# No models: for error messages.
 
 
 def none() -> int:
@@ -120,7 +120,7 @@ def no_layers() -> tuple[Any, ...]:
 
 
 def costs_of(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Costs:
-    """Seconds that grow with the micro-batch and differ from layer to layer; profiles are real."""
+    """Costs whose seconds grow with the micro-batch and differ between layers; profiles are real."""
     number = len(model.layers)
     base = [0.01 * (1 + layer % 3) for layer in range(number)]
 
@@ -150,8 +150,8 @@ def planned(name: str, batch_size: int = 16) -> Model:
 
 
 def weights_after(scripts: list[tuple[str, str]]) -> list[dict[str, Tensor]]:
-    """On each of the ranks that `launch` started: what this one has of the weights, by layer and name, after
-    each of these scripts, given with the file beside it; in float64, on batches that are not zeros.
+    """Runs on each rank that `launch` started: this rank's weights, by layer and name, after each of these
+    scripts, given with the file beside it; in float64, on batches that are not zeros.
     """
     found = []
     torch.set_default_dtype(torch.float64)
@@ -178,7 +178,7 @@ def weights_after(scripts: list[tuple[str, str]]) -> list[dict[str, Tensor]]:
 
 
 RANDOM = r"torch.rand(\1).mul(9).to(tensor.dtype)"
-"""In the place of zeros: numbers, or tokens."""
+"""Replaces zeros by numbers or tokens."""
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Engines with one mistake each, such as users have met, beside the cases that name it; and right ones.
+"""Engines with one known mistake each, beside the cases that must find it; and correct engines.
 
-All stages are in one process, each with a graph of its own, as over processes; those of `OVER_PROCESSES` are
-the same mistakes in one stage of two. Most mistakes are one method that is not as in `Staged`.
+All stages are in one process, each with its own graph, as over processes; `OVER_PROCESSES` have the same
+mistakes in one of two stages. Most mistakes replace one method of `Staged`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLANTED: dict[str, tuple[set[str], str]] = {}
 
 
 def found_by(*cases: str, said: str = "") -> Callable[[Any], Any]:
-    """Plants an engine."""
+    """Registers an engine and the cases that must find its mistake."""
 
     def plant(engine: type) -> type:
         PLANTED[engine.__name__] = {*cases}, said
@@ -46,7 +46,7 @@ def found_by(*cases: str, said: str = "") -> Callable[[Any], Any]:
 
 
 def mistake(method: str, *cases: str, said: str = "") -> Callable[[Any], Any]:
-    """Plants `Staged` with the function in the place of one of its methods."""
+    """Registers `Staged` with the function in place of one of its methods."""
 
     def plant(function: Any) -> Any:
         return found_by(*cases, said=said)(type(function.__name__, (Staged,), {method: function}))
@@ -67,7 +67,7 @@ def zeros(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 class Staged:
-    """Right: a micro-batch after the other, forward and backward through all stages."""
+    """Correct: one micro-batch after another, forward and backward through all stages."""
 
     steps = 0
 
@@ -141,7 +141,7 @@ class Staged:
 
 
 class Accumulates:
-    """Right: no stages at all, and nothing recomputed."""
+    """Correct: no stages and no recomputation."""
 
     def __init__(self, setup: Setup) -> None:
         if setup.group is not None or setup.remat != "never":
@@ -155,7 +155,7 @@ class Accumulates:
 
 
 class Threaded(Staged):
-    """Right: takes its steps in another thread."""
+    """Correct: runs its steps in another thread."""
 
     def step(self, *arguments: Any) -> Tensor:
         with ThreadPoolExecutor(1) as pool:
@@ -163,7 +163,7 @@ class Threaded(Staged):
 
 
 class OneLoss(Staged):
-    """Right: all micro-batches forward, then one loss of the whole mini-batch."""
+    """Correct: all micro-batches forward, then one loss of the whole mini-batch."""
 
     def step(self, batch: Tensor, target: Tensor, loss_fn: Callable[..., Tensor]) -> Tensor:
         outputs = []
@@ -202,7 +202,7 @@ def drops_fifth(self, wanted, target):
 
 @found_by("accumulation over steps")
 class DividesAgain(Staged):
-    """Divides by M what earlier steps have left, too."""
+    """Divides gradients of earlier steps by M, too."""
 
     weight = sums.weight
 
@@ -216,7 +216,7 @@ class DividesAgain(Staged):
 
 @mistake("cut", "masks per micro-batch")
 def first_mask(self, value, m):
-    """Takes what needs no gradient from the first micro-batch."""
+    """Uses the first micro-batch's tensors that need no gradient for all."""
     value = Staged.cut(self, value, m)
     if isinstance(value, tuple):
         self.first = value if m == 0 else self.first
@@ -226,7 +226,7 @@ def first_mask(self, value, m):
 
 @found_by("evaluation first")
 class LearnsWhenEvaluating(Staged):
-    """What it learns of boundaries in its first pass it believes for ever."""
+    """Keeps for ever what its first pass shows about boundaries."""
 
     learned = False
 
@@ -240,7 +240,7 @@ class LearnsWhenEvaluating(Staged):
 
 @found_by("frozen first layers")
 class AsksFrozen(Staged):
-    """Asks every number that crosses a boundary for a gradient."""
+    """Requires a gradient of every number that crosses a boundary."""
 
     def cut(self, value: Any, m: int) -> Any:
         return like(value, [t.detach().requires_grad_(t.is_floating_point()) for t in each(value)])
@@ -268,7 +268,7 @@ def stops_at_frozen(self, number, made, gradients):
 
 @mistake("backward", "shared weights")
 def owns_shared(self, number, made, gradients):
-    """Drops what later stages add to a weight of the first."""
+    """Drops gradients that later stages add to a weight of the first."""
     first = set(self.stages[0].parameters())
     shared = [p for p in self.stages[number].parameters() if number and p in first]
     before = [None if p.grad is None else p.grad.clone() for p in shared]
@@ -295,7 +295,7 @@ def counts_twice(self, stage, value):
 
 @mistake("step", "batch norm's averages", "batch norm, recomputed")
 def tries_shapes(self, batch, *arguments):
-    """Its first step begins with a pass for the shapes."""
+    """Begins its first step with a pass to find shapes."""
     if not self.steps:
         with torch.no_grad():
             nn.Sequential(*self.stages)(batch[:2])
@@ -385,7 +385,7 @@ def clips_always(self):
 
 @mistake("after", "loss scaling")
 def skips_alone(self):
-    """Its first stage takes large gradients for an overflow, and says so to nobody."""
+    """Its first stage treats large gradients as an overflow, without telling the others."""
     for parameter in self.stages[0].parameters():
         if parameter.grad is not None and parameter.grad.abs().max() > 1e3:
             parameter.grad.zero_()
@@ -402,7 +402,7 @@ def hides_overflow(self):
 
 @found_by("later steps", "returned loss", said="those at the weights of the step before")
 class OldWeights(Staged):
-    """Computes with the weights of the step before, as PipeDream does where a stage is ahead."""
+    """Computes with the weights of the step before, as PipeDream's leading stages do."""
 
     old: list[Tensor] | None = None
 
@@ -422,7 +422,7 @@ class OldWeights(Staged):
 
 @found_by("later steps", "micro-batches", "returned loss")
 class FirstWeights(Staged):
-    """Copies the layers when it is built, and never looks at the user's again."""
+    """Copies the layers when it is built, and ignores later changes."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -444,7 +444,7 @@ def trains_itself(self):
 
 @mistake("after", "left alone", said="a step changes parameters, in whose place are others")
 def replaces_parameters(self):
-    """An optimizer that was made before goes on with the old ones."""
+    """An optimizer made before keeps the old ones."""
     layer = self.stages[0][0]
     weight = nn.Parameter(layer.weight.detach().clone(), layer.weight.requires_grad)
     weight.grad, layer.weight = layer.weight.grad, weight

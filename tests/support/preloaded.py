@@ -1,9 +1,9 @@
-"""What launched processes are forked with: the fork server imports this once, from the root of the project.
+"""Modules that the fork server imports once, from the project's root, for all processes it forks.
 
-torch takes two seconds to import, and what its first optimizer imports two more. Whatever lives by then is
-frozen, so that a collection of garbage, which timed steps ask for each time, does not look through it.
+torch takes two seconds to import, and modules of its first optimizer two more. All objects are frozen, so
+that garbage collections, which timed steps run each time, skip them.
 
-What is forked from here ends if it hangs, but not what that forks in its turn.
+Processes forked from here end if they hang; processes that they fork do not.
 """
 
 from __future__ import annotations

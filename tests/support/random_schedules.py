@@ -1,8 +1,7 @@
-"""Valid schedules that nobody would write: random interleavings of everything that may come next.
+"""Valid schedules that nobody would write: random orders of all actions that may come next.
 
-Work of one kind is put off on some stages and hurried on others, so that micro-batches pile up in places
-where the known schedules have none: recomputed long before their gradient, with halves of a backward far
-apart.
+Stages delay or prefer random kinds of actions, so that micro-batches pile up where they do not in known
+schedules: recomputed long before their gradient, or with distant halves of a backward.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def _of(name: str, num_microbatches: int, *rows: str) -> Schedule:
 
 
 def _run(kinds: str, first: int, last: int) -> str:
-    """As in "F2 F3 F4", or "I2 W2 I3 W3 I4 W4" for "IW"."""
+    """ "F2 F3 F4", or for "IW" "I2 W2 I3 W3 I4 W4"."""
     return " ".join(f"{kind}{m}" for m in range(first, last + 1) for kind in kinds)
 
 
@@ -30,8 +29,8 @@ LATE_WEIGHTS = _of(
     "late weights", 4, "F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3", f"{_run('FI', 0, 3)} {_run('W', 0, 3)}"
 )
 
-# With as many buffers as micro-batches are in flight, stage 0 waits with activation 10 on its way until
-# stage 1 has a buffer for activation 8, and stage 1 with gradient 7 until stage 0 has one for gradient 5.
+# With as many buffers as micro-batches in flight, stage 0 waits with activation 10 in transit until stage 1
+# has a buffer for activation 8, and stage 1 with gradient 7 until stage 0 has one for gradient 5.
 HELD_UP = _of(
     "held up",
     11,
@@ -41,14 +40,14 @@ HELD_UP = _of(
 
 
 def random_placement(generator: random.Random, num_stages: int) -> tuple[int, ...]:
-    """Any stages on any workers, none of which is without a stage."""
+    """Random stages on random workers, at least one on each."""
     num_workers = generator.randint(1, num_stages)
     rest = [generator.randrange(num_workers) for _ in range(num_stages - num_workers)]
     return tuple(generator.sample([*range(num_workers), *rest], num_stages))
 
 
 def random_remat(generator: random.Random, num_stages: int) -> Remat:
-    """A name for all stages, or one for each."""
+    """A random `remat` for all stages, or one for each."""
     if generator.random() < 0.4:
         return generator.choice(REMAT_MODES)
     return generator.choices(REMAT_MODES, k=num_stages)
@@ -61,9 +60,9 @@ def random_schedule(
     remat: Remat | None = None,
     placement: tuple[int, ...] = (),
 ) -> Schedule:
-    """A schedule in which every stage takes what it likes best of what it can take, and likes change.
+    """A schedule in which every stage takes its preferred possible action; preferences change.
 
-    What a worker takes of another one's messages of a direction it takes in the order in which they leave.
+    A worker receives another one's messages of one direction in the order in which they are sent.
     """
     remat = remat or random_remat(generator, num_stages)
     again = of_stages(remat, num_stages, num_microbatches)

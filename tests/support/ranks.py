@@ -1,5 +1,5 @@
-"""What the cases of several processes share: this process's place among them, grids, data, and steps that are
-held to the plain model's on the joint batch.
+"""Shared by cases over several processes: a process's place in a group, grids, data, and comparisons of steps
+with the plain model on the joint batch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gpipe_bench.pipeline import Pipeline, run_plain
 from gpipe_bench.pipeline.stage.layers import Generators, stream_key
 from gpipe_bench.pipeline.stage.trees import Tree, num_examples, sizes, split
 
-TIMEOUT_S = 40.0  # of processes that share their cores with other tests
+TIMEOUT_S = 40.0  # for processes that share cores with other tests
 PATIENCE_S = 900.0
-"""A time-out that nothing here reaches, however slow the machine: who waits for it has not been told."""
+"""A time-out that is never reached, however slow the machine."""
 UNEVEN = (7, 4, 5, 6)
 """Examples of the mini-batches of four replicas."""
 Part = tuple[Tree, Tensor]
@@ -42,7 +42,7 @@ class Ranks:
     def pipeline(
         self, layers: nn.Sequential | list[nn.Module], num_microbatches: int = 4, **options: Any
     ) -> Pipeline:
-        """A stage for each rank, unless `num_stages` says otherwise."""
+        """A pipeline with a stage for each rank, or with `num_stages`."""
         own = {"cost": [1] * len(layers), "timeout_s": TIMEOUT_S, "num_stages": self.size, **self.options}
         return Pipeline(layers, num_microbatches=num_microbatches, group=self.group, **{**own, **options})
 
@@ -53,7 +53,7 @@ class Ranks:
 
 
 def halves(**options: object) -> Ranks:
-    """Ranks 0, 1 and ranks 2, 3 as pipelines of their own."""
+    """Two pipelines: ranks 0 and 1, ranks 2 and 3."""
     first = dist.get_rank() // 2 * 2
     return Ranks(dist.new_group([first, first + 1], use_local_synchronization=True), **options)
 
@@ -62,7 +62,7 @@ _MESHES: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
 def grid(**sizes: int) -> DeviceMesh:
-    """A mesh of all ranks with these dimensions; what is left over are copies that do the same."""
+    """A mesh of all ranks with these dimensions; remaining ranks form copies of it."""
     key = tuple(sizes.items())
     if key not in _MESHES:
         shape = (dist.get_world_size() // math.prod(sizes.values()), *sizes.values())
@@ -73,13 +73,13 @@ def grid(**sizes: int) -> DeviceMesh:
 def on(
     mesh: DeviceMesh, layers: nn.Sequential | Sequence[nn.Module], num_microbatches: int = 3, **options: Any
 ) -> Pipeline:
-    """A pipeline on such a mesh, with buckets so small that each stage has several."""
+    """A pipeline on a mesh, with buckets so small that each stage has several."""
     options = {"cost": [1] * len(layers), "timeout_s": TIMEOUT_S, "bucket_bytes": 300, **options}
     return Pipeline(layers, mesh=mesh, num_microbatches=num_microbatches, **options)
 
 
 def own_part(pipeline: Pipeline, parts: Sequence[Part]) -> tuple[Tree | None, Tensor | None]:
-    """This replica's share, where it counts: the batch with the first stage, the target with the last."""
+    """This replica's batch if it has the first stage, and its target if it has the last."""
     batch, target = parts[pipeline.grid.replica if pipeline.grid is not None else 0]
     indices = {stage.index for stage in pipeline.stages}
     return batch if 0 in indices else None, target if pipeline.schedule.num_stages - 1 in indices else None
@@ -91,8 +91,8 @@ def words(batch_size: int, seed: int = 0, tokens: int = 6) -> tuple[Tensor, Tens
 
 
 def transformer(**options: Any) -> nn.Sequential:
-    """With biases and norms that are no zeros and ones, which hide what is lost; a vocabulary that two
-    processes cannot divide evenly.
+    """A Transformer whose biases and norms are not zeros and ones, which would hide errors; two processes
+    cannot divide its vocabulary evenly.
     """
     sizes = {"num_layers": 4, "d_model": 8, "ffn_dim": 16, "num_heads": 4, "vocab_size": 11, "seq_len": 6}
     model = transformer_lm(**{**sizes, **options})
@@ -112,8 +112,8 @@ def joint_step(
     model: nn.Module, parts: Sequence[Part], loss_fn: Callable[..., Tensor], num_microbatches: int | None,
     *, step: int = 0,
 ) -> Plain:  # fmt: skip
-    """The plain model on the batches of all replicas together, micro-batch by micro-batch; gradients are
-    added to those that it has. Without micro-batches, of a model that draws nothing and may be no chain.
+    """The plain model's step on all replicas' batches, micro-batch by micro-batch; gradients are added to
+    existing ones. Without micro-batches the model must draw nothing and may be no sequence.
     """
     examples = sum(num_examples(batch) for batch, _ in parts)
     generators = Generators(torch.device("cpu"))
@@ -143,7 +143,7 @@ def assert_loss(found: Tensor, wanted: Plain, rtol: float = 1e-11) -> None:
 
 
 def assert_gradients(pipeline: Pipeline, wanted: Plain, rtol: float = 1e-12) -> None:
-    """Every gradient of this rank, within `rtol` of the model's largest: some are nothing but rounding."""
+    """Asserts every gradient of this rank, within `rtol` of the model's largest: some are only rounding."""
     largest = max(float(g.abs().max()) for g in wanted.gradients.values() if g is not None)
     for name, parameter in pipeline.named_parameters():
         found, expected = parameter.grad, wanted.gradients[name]
@@ -156,7 +156,7 @@ def assert_gradients(pipeline: Pipeline, wanted: Plain, rtol: float = 1e-12) -> 
 
 
 def assert_same_weights(pipeline: nn.Module, wanted: dict[str, Tensor]) -> None:
-    """This rank's part of the model, to the bit."""
+    """Asserts this rank's weights, bit by bit."""
     for name, value in pipeline.state_dict().items():
         assert torch.equal(value, wanted[name]), name
 
@@ -169,7 +169,7 @@ def shared_folder() -> Path:
 
 
 def on_first_rank(check: Callable[[], None]) -> None:
-    """What one process can look at for all: where it finds something wrong, the check fails on every rank."""
+    """Checks on the first rank; if the check fails, it fails on every rank."""
     found: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:

@@ -1,4 +1,4 @@
-"""Real training steps, counted storage by storage, beside what the memory model says of them."""
+"""Counts real training steps storage by storage, to compare with the memory model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Call(nn.Module):
 
 @dataclass(frozen=True)
 class Step:
-    """How to train."""
+    """The settings of a training step."""
 
     num_stages: int = 1
     num_microbatches: int = 1
@@ -65,7 +65,7 @@ class Step:
 
 @dataclass
 class Counted:
-    """Most bytes alive on each worker: in the whole step, and in each action."""
+    """Peak bytes of each worker: in the whole step, and in each action."""
 
     peaks: list[int]
     actions: dict[Action, int] = field(default_factory=dict)
@@ -78,7 +78,7 @@ def count(
     memory = LiveMemory()
     schedule = schedule_of(step.schedule, step.num_stages, step.num_microbatches, step.remat)
     home = schedule.worker
-    # The copies of what crosses a boundary belong to the worker that receives them.
+    # Copies of messages belong to the receiving worker.
     transport = InProcess(copy=True, observe_transfer=lambda stage: memory.owned_by(home(stage)))
     pipeline = Pipeline(
         model,
@@ -119,7 +119,7 @@ def count(
                 stage.statistics.begin()  # its tensors belong to the stage
         for index in range(2):
             if index == 1:
-                gc.collect()  # what the first step alone builds, such as its checks, may hold itself
+                gc.collect()  # frees what only the first step builds, such as its checks
                 counted.peaks[:] = [0] * num_workers
                 memory.reset_peaks()
             with step.precision():
@@ -141,7 +141,7 @@ def count(
 def profiles(
     model: nn.Sequential, batch: Tree, target: Tree, loss_fn: Loss, step: Step
 ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
-    """Of the layers and the loss, at the (larger) micro-batch size."""
+    """Profiles of the layers and the loss, at the (larger) micro-batch size."""
     profiler = Profiler(step.autocast, ties_apart=True)
     inputs = split(batch, step.num_microbatches)[0]
     part = split(target, step.num_microbatches)[0]
@@ -151,7 +151,7 @@ def profiles(
 def compare(
     model: nn.Sequential, batch: Tree, target: Tree, loss_fn: Loss, step: Step
 ) -> tuple[Counted, tuple[StageMemory, ...]]:
-    """What a real step holds, and what the model says."""
+    """Returns a real step's bytes, and the memory model's."""
     counted, pipeline = count(model, batch, target, loss_fn, step)
     layers, loss = profiles(model, batch, target, loss_fn, step)
     modelled = pipeline_memory(

@@ -9,7 +9,7 @@ from gpipe_bench.harness.record import SCHEMA, Metric, Record, Scalar
 
 
 def record(step: Scalar = 1, **changes: Any) -> Record:
-    """A finished case of the experiment "fake", with whatever is to differ."""
+    """A finished case of the experiment "fake", with `changes`."""
     fields: dict[str, Any] = {
         "schema": SCHEMA,
         "experiment": "fake",
@@ -28,7 +28,7 @@ def record(step: Scalar = 1, **changes: Any) -> Record:
 
 
 def ran(experiment: Experiment, key: dict[str, Scalar], profile: str = "short") -> Record:
-    """A case that is run here, as it would be recorded."""
+    """Runs a case; returns its record."""
     found = experiment.run(Case(key), RunOptions(profile=profile))
     return record(
         experiment=experiment.name, profile=profile, case=key, status=found.status, reason=found.reason,
@@ -37,12 +37,12 @@ def ran(experiment: Experiment, key: dict[str, Scalar], profile: str = "short") 
 
 
 def all_ran(experiment: Experiment, **wanted: Scalar) -> list[Record]:
-    """Those of the short profile that have these values."""
+    """Runs the cases of the short profile with these values; returns their records."""
     keys = [case.key for case in experiment.cases(RunOptions())]
     return [ran(experiment, key) for key in keys if wanted.items() <= key.items()]
 
 
 def metric(value: float | int | None = 1.5, **changes: Any) -> Metric:
-    """A measured time, with whatever is to differ."""
+    """A measured time, with `changes`."""
     fields: dict[str, Any] = {"name": "time", "value": value, "unit": "s", "provenance": "measured"}
     return Metric(**{**fields, **changes})

@@ -39,7 +39,7 @@ def wait_for_nobody(said: Connection) -> None:
     os.dup2(said.fileno(), 2)
     threading.Thread(target=signal.pause).start()
     os.write(2, b"has an end\n" if signal.getitimer(signal.ITIMER_REAL)[0] > 0 else b"has no end\n")
-    forked.end_if_it_hangs(0.01)  # instead of what it began with
+    forked.end_if_it_hangs(0.01)  # replaces its first limit
     signal.pause()
 
 
@@ -54,26 +54,26 @@ def test_a_process_that_hangs_says_where_and_ends() -> None:
         said += more.decode()
     assert said.startswith("has an end\nTimeout (0:00:00.01")
     assert said.count("hread 0x") == 2, "the stacks of all its threads"
-    os.kill(process.pid, signal.SIGALRM)  # as it would itself
+    os.kill(process.pid, signal.SIGALRM)  # as its timer would
     process.join()
     assert process.exitcode == -signal.SIGALRM
 
 
-# The tests that the second tier names are there
+# The second tier names existing tests
 
 
 FOLDER = Path(__file__).parents[1]
 
 
 def names_in(path: Path) -> list[str]:
-    """The test functions of a file, as pytest names them."""
+    """The test functions of a file, by pytest's names."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
     return [f"{path.relative_to(FOLDER)}::{name}" for name in functions if name.startswith("test_")]
 
 
 def test_every_line_names_a_test_that_is_there() -> None:
-    """A renamed or moved test would otherwise silently be back in the first tier."""
+    """Else a renamed or moved test would silently be in the first tier."""
     named = {line.removeprefix("!").partition("[")[0] for line in patterns()}
     there = {str(path.relative_to(FOLDER)) for path in FOLDER.glob("*/test_*.py")}
     there |= {name for path in FOLDER.glob("*/test_*.py") for name in names_in(path)}

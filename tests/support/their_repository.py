@@ -1,6 +1,6 @@
-"""Somebody else's repository, made up: benchmarks, a folder `models/` of its own, a slowed commit.
+"""Makes a user's repository: benchmarks, a folder `models/` of its own, a slower commit.
 
-Tests guard it as its owner would.
+Tests run the guard on it as its owner would.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def make(folder: Path) -> Path:
 
 
 def slow_down(folder: Path, share: float) -> None:
-    """From here on every step takes longer by that share."""
+    """Makes every step longer by `share`."""
     (folder / "models" / "__init__.py").write_text(f"SLOWER_BY = {share}\n")
 
 
 def commit(folder: Path, message: str) -> None:
-    """Everything that lies there; an empty commit where nothing has changed."""
+    """Commits everything; the commit may be empty."""
     git(folder, "add", "-A")
     git(folder, "commit", "-q", "--allow-empty", "-m", message)
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What git says."""
+    """Runs git; returns its output."""
     settings = ("user.name=owner", "user.email=owner@example.org", "core.hooksPath=/dev/null")
     given = [word for setting in settings for word in ("-c", setting)]
     command = ["git", "-C", str(folder), *given, *arguments]

@@ -1,6 +1,4 @@
-"""Small models that between them pass everything a layer may pass, and the plain training step they are
-compared with.
-"""
+"""Small models that together pass everything a layer may pass, and the plain step to compare with."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from gpipe_bench.pipeline.stage.layers import Generators, stream_key
 from gpipe_bench.pipeline.stage.trees import Tree, change, num_examples, sizes, split
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
-"""For float64, element by element: a sum hides permuted and cancelling errors."""
+"""For float64, element by element: sums hide permuted and cancelling errors."""
 AMOEBANET = {
     "num_layers": 3, "num_filters": 8, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,
 }  # fmt: skip
 
 
 class Start(nn.Module):
-    """(image, ids) -> (features, ids): integers cross the boundary."""
+    """(image, ids) -> (features, ids): integers pass between layers."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -36,7 +34,7 @@ class Start(nn.Module):
 
 
 class ConvWithSkip(nn.Module):
-    """(features, ids) -> (new features, features, ids): a skip connection that lives in the tuple."""
+    """(features, ids) -> (new features, features, ids): a skip connection in the tuple."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -151,7 +149,7 @@ def mlp_batch(
 def seeded(
     build: Callable[[], nn.Sequential], dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> nn.Sequential:
-    """A model with parameters that depend on `seed` alone."""
+    """A model with parameters that only depend on `seed`."""
     torch.manual_seed(seed)
     return build().to(dtype)
 
@@ -175,8 +173,8 @@ def plain_step(
     seed: int = 0,
     step: int = 0,
 ) -> Plain:
-    """What a step must equal: each micro-batch through the uncut model, losses weighted by their share of
-    examples.
+    """The result that a step must equal: each micro-batch through the uncut model, losses weighted by their
+    share of examples.
     """
     examples = num_examples(batch)
     lengths = sizes(examples, num_microbatches)
@@ -198,8 +196,8 @@ def plain_step(
 
 
 def assert_own_gradients(model: nn.Module, wanted: Mapping[str, Tensor | None], **tolerance: float) -> None:
-    """Every gradient of a model is the one wanted, where no tolerance is given to the bit; `wanted` may have
-    those of other ranks, too.
+    """Asserts that every gradient of a model is the wanted one, bit by bit unless a tolerance is given;
+    `wanted` may also have those of other ranks.
     """
     for name, parameter in model.named_parameters():
         if wanted[name] is None:
@@ -225,10 +223,10 @@ def assert_trains_as_plain(
     between: Callable[[int, nn.Sequential], None] = lambda step, layers: None,
     **options: Any,
 ) -> tuple[Pipeline, nn.Sequential]:
-    """Loss, gradients and buffers of each step of a pipeline equal the plain model's.
+    """Asserts that loss, gradients and buffers of each step equal the plain model's.
 
-    `data` says what a step is given; `between` is called before each step, with the plain
-    model and with the pipeline's. Returns the pipeline and the plain model.
+    `data` returns a step's batch and target; `between` is called before each step, with the plain model and
+    with the pipeline's. Returns the pipeline and the plain model.
     """
     plain, layers = seeded(build), seeded(build)
     plain_loss, options = copy.deepcopy(loss_fn), {"cost": [1] * len(layers), **options}
@@ -249,15 +247,15 @@ def assert_trains_as_plain(
         assert found.keys() == expected.keys()
         for name, buffer in expected.items():
             owner = plain.get_submodule(name.rpartition(".")[0])
-            if not isinstance(owner, nn.modules.batchnorm._BatchNorm):  # whose averages are the mini-batch's
+            if not isinstance(owner, nn.modules.batchnorm._BatchNorm):  # averages of the mini-batch
                 torch.testing.assert_close(found[name], buffer, **EXACT, msg=lambda t, n=name: f"{n}: {t}")
     return pipeline, plain
 
 
 class CapturedLoss:
-    """A loss function that keeps the output of every micro-batch, in their order.
+    """A loss function that keeps the output of every micro-batch, in order.
 
-    A recomputation calls it again with the same part of the target; the first output of each counts.
+    A recomputation calls it again with the same target; the first output counts.
     """
 
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:

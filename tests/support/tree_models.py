@@ -1,4 +1,4 @@
-"""Layers that pass every kind of pytree, and say so if they get another one than was passed."""
+"""Layers that pass every kind of pytree, and check that they get what was passed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ToDict(nn.Module):
 
 
 class ToState(nn.Module):
-    """That dict -> a dataclass."""
+    """The dict of `ToDict` -> a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class ToState(nn.Module):
 
 
 class ToOutput(nn.Module):
-    """That dataclass -> an output."""
+    """The dataclass of `ToState` -> an `Output`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class ToOutput(nn.Module):
 
 
 class ToLogits(nn.Module):
-    """That output -> a dict of tensors and constants."""
+    """The `Output` -> a dict of tensors and constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Keyed(nn.Module):
 
 
 class ByKey(nn.Module):
-    """Uses what `Keyed` passes by its names."""
+    """Uses the values of `Keyed` by name."""
 
     def __init__(self) -> None:
         super().__init__()

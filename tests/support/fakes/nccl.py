@@ -1,10 +1,10 @@
-"""A pipeline's ranks in one process, over a network with NCCL's rules: `run`.
+"""Simulates a pipeline's ranks in one process, over a network with NCCL's rules (`run`).
 
-Every rank is a thread, of which one runs at a time, until it has to wait for another; then the next one that
-can go on does. If nobody can, time passes, which is a number: whoever waits for a limited time gives up. If
-that changes nothing, it is a deadlock, and all waits end with it.
+Every rank is a thread. One thread runs at a time until it has to wait; then the next one that can continues.
+If none can, simulated time passes, and waits with a limit end. If that changes nothing, it is a deadlock, and
+all waits end.
 
-What NCCL does, as far as a pipeline can tell:
+NCCL's rules, as far as they matter to a pipeline:
 
 - Two ranks get a communicator when the first message passes between them. The host stands still until both
   are there. It has one stream, so what it carries goes one after another, whatever the direction.
@@ -13,8 +13,8 @@ What NCCL does, as far as a pipeline can tell:
 - A kernel that waits occupies its device: who waits for the whole device waits for it.
 - A wait holds up the device alone. After an abort it holds up nothing, and what was received is garbage.
 
-A message moves when somebody waits for it and no earlier, so that whoever changes or frees it too early
-changes what arrives; and memory is spoilt as soon as a receive is posted into it.
+A message is copied when it is waited for and no earlier, so that a tensor changed or freed too early changes
+what arrives; and memory is overwritten when a receive is posted into it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ TYPES = {
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 }  # fmt: skip
 
-# How long nothing may happen while some still look at something: more than any of them waits.
+# How long nothing may happen while some ranks still watch: more than any of them waits.
 _PATIENCE_S = 200.0
 
 
 class Deadlock(BaseException):
-    """Nobody can go on."""
+    """No rank can continue."""
 
 
 class RuleBroken(BaseException):
-    """What real hardware would answer with a hang or with wrong numbers."""
+    """An action that would hang real hardware or give wrong numbers."""
 
 
 class Killed(BaseException):
@@ -71,17 +71,17 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size, self.now_s = size, 0.0
-        self.shared: dict[Any, Any] = {}  # by whatever the fakes agree on
+        self.shared: dict[Any, Any] = {}  # by keys that the fakes agree on
         self.dead: set[int] = set()
         self._waiters: list[_Waiter] = []
         self._watches: list[tuple[int, Callable[[], bool], float, float]] = []
         self._limits: dict[int, tuple[float, Callable[[], bool]]] = {}
-        self._last_s = 0.0  # when somebody went on
+        self._last_s = 0.0  # when a rank last continued
         self._over: BaseException | None = None
         self._ended = threading.Event()
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """What `function` returns or raises on each rank. `Deadlock` and `RuleBroken` are raised."""
+        """Runs `function` on each rank; returns results or errors, raises `Deadlock` and `RuleBroken`."""
         found: list[Any] = [None] * self.size
 
         def begin(rank: int, waiter: _Waiter) -> None:
@@ -107,7 +107,7 @@ class World:
         return found
 
     def wait_until(self, rank: int, condition: Callable[[], bool], what: str) -> None:
-        """Lets the others go on until `condition` holds; `TimeoutError` where the rank has a limit."""
+        """Lets others run until `condition` holds; `TimeoutError` if the rank has a limit."""
         if condition():
             return
         if self._over is not None or self._ended.is_set():
@@ -118,18 +118,18 @@ class World:
             raise TimeoutError("given up")
 
     def break_rule(self, what: str) -> None:
-        """Ends everything."""
+        """Ends the simulation with `RuleBroken`."""
         self._over = self._over or RuleBroken(what)
         raise self._over
 
     def kill(self, rank: int) -> None:
-        """Ends the calling rank without a word to anybody."""
+        """Ends the calling rank without telling the others."""
         self.dead.add(rank)
         self._wait(_Waiter(rank, lambda: False, "nothing any more"))
 
     @contextmanager
     def limited(self, rank: int, limit_s: float, given_up: Callable[[], bool]) -> Iterator[None]:
-        """Every wait of the rank ends after `limit_s` altogether, or when it is given up."""
+        """Limits the rank's waits to `limit_s` altogether, or until they are given up."""
         self._limits[rank] = self.now_s + limit_s, given_up
         try:
             yield
@@ -137,13 +137,13 @@ class World:
             del self._limits[rank]
 
     def sleep(self, rank: int, seconds: float) -> None:
-        """Lets the others go on for a while."""
+        """Lets others run for some simulated seconds."""
         waiter = _Waiter(rank, lambda: False, f"{seconds:g} s", self.now_s + seconds)
         with suppress(TimeoutError):
             self._wait(waiter)
 
     def watch(self, rank: int, look: Callable[[], bool], interval_s: float) -> Callable[[], None]:
-        """Calls `look` every `interval_s` until it is true; gives how to end it."""
+        """Calls `look` every `interval_s` until it is true; returns a function that ends this."""
         over = threading.Event()
         entry = (rank, lambda: over.is_set() or look(), interval_s, self.now_s + interval_s)
         self._watches.append(entry)
@@ -157,7 +157,7 @@ class World:
             raise waiter.error
 
     def _hand_on(self) -> None:
-        """The calling thread ends or waits: another one goes on."""
+        """The calling thread ends or waits: another one continues."""
         while True:
             try:
                 ready = [each for each in self._waiters if each.error is not None or each.condition()]
@@ -186,7 +186,7 @@ class World:
         return list(self._waiters)
 
     def _let_time_pass(self) -> bool:
-        """Until somebody looks or gives up; whether that may change anything."""
+        """Advances time until a rank looks or gives up; returns whether that may change anything."""
         deadlines = [each.deadline_s for each in self._waiters]
         looks = [next_s for rank, _, _, next_s in self._watches if rank not in self.dead]
         next_s = min(deadlines + looks)
@@ -206,7 +206,7 @@ class World:
 
 
 class _Sent:
-    """The memory of a message, without being a reason for it to stay."""
+    """A message's memory, held by a weak reference."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage, self._offset = tensor.untyped_storage(), tensor.storage_offset()
@@ -214,7 +214,7 @@ class _Sent:
         self.num_bytes = tensor.numel() * tensor.element_size()
 
     def read(self) -> Tensor | None:
-        """The bytes; None if nobody else holds them any more."""
+        """The bytes; None if they were freed."""
         if use_count(self._storage._cdata) == 1:
             return None
         elements = torch.empty(0, dtype=self._dtype).set_(self._storage, self._offset, (self._length,))
@@ -236,7 +236,7 @@ class _Kernel:
         return self.place.numel() * self.place.element_size()
 
     def wait(self) -> bool:
-        """Holds up what the rank does next."""
+        """Delays the rank's next operations."""
         pair, rank = self._pair, self._rank
         pair.world.wait_until(rank, lambda: self.is_aborted or self.is_done(), f"a message over {pair}")
         return True
@@ -273,7 +273,7 @@ class Pair:
         return kernel
 
     def move(self) -> None:
-        """Moves every message whose send and receive have come to the front."""
+        """Copies every message whose send and receive are both first in their queues."""
         one, other = self._queues.values()
         while one and other and not self.aborted:
             a, b = one[0], other[0]
@@ -322,8 +322,8 @@ class NcclBackend:
             pair.aborted.add(self._rank)
 
     def shutdown(self) -> None:
-        """In torch this ends what has not left yet: the host must have waited for the device, since a wait
-        for a message is no wait of the host's.
+        """In torch this ends unsent messages: the host must have waited for the device, since waiting for a
+        message does not block the host.
         """
         self._closed = True
         if not self._aborted and self._world.shared.get(("kernels", self._rank)):
@@ -351,7 +351,7 @@ class NcclBackend:
 
 
 class _Letter:
-    """A message between hosts: by tag, and gone at once."""
+    """A message between hosts: matched by tag, and sent at once."""
 
     def __init__(self, backend: HostBackend, source: int, tag: int, place: Tensor | None) -> None:
         self._backend, self._key, self._place = backend, (source, tag), place
@@ -363,7 +363,7 @@ class _Letter:
 
 
 class HostBackend:
-    """One rank's end of `name` over which hosts talk, as gloo does; a wait for it is the host's."""
+    """One rank's end of `name` for messages between hosts, as with gloo; a wait blocks the host."""
 
     def __init__(self, world: World, rank: int, name: str, timeout_s: float) -> None:
         self._world, self._rank, self._name, self._timeout_s = world, rank, name, timeout_s
@@ -402,7 +402,7 @@ class HostBackend:
         self._world.shared.setdefault(("closed", self._name), set()).add(self._rank)
 
     def shutdown(self) -> None:
-        """What was sent has left already."""
+        """All messages were sent at once."""
 
 
 class _Store:
@@ -428,7 +428,7 @@ class _Store:
 
 
 class FakeNetwork(Network):
-    """The ranks of a `World`, whose CPU stands for an accelerator each."""
+    """The network of a `World`'s ranks; the CPU stands for an accelerator each."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
@@ -442,7 +442,7 @@ class FakeNetwork(Network):
         return True
 
     def synchronize(self, device: torch.device | None = None) -> None:
-        """A wait for the whole device: for every kernel that this rank has given it."""
+        """Waits for the whole device: for every kernel that this rank has enqueued."""
         kernels = self.world.shared.setdefault(("kernels", self.rank), [])
         self.world.wait_until(
             self.rank,
@@ -478,6 +478,6 @@ class FakeNetwork(Network):
 
 
 def run(size: int, function: Callable[[FakeNetwork], T]) -> list[T]:
-    """What `function` returns or raises on each of `size` ranks. `Deadlock` and `RuleBroken` are raised."""
+    """Runs `function` on `size` ranks; returns results or errors, raises `Deadlock` and `RuleBroken`."""
     world = World(size)
     return world.run(lambda rank: function(FakeNetwork(world, rank)))

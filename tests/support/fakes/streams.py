@@ -1,9 +1,9 @@
-"""An accelerator that is none: CPU tensors that say they are on a device, and streams that only take notes.
+"""A fake accelerator: CPU tensors that claim to be on a device, and streams that only record.
 
-While a `FakeAccelerator` is open, `pipeline.devices` is served by it, every tensor names the pretended device
-that its memory belongs to, and each operation that torch carries out, forward or backward, is noted in a
-`History` as a kernel in the current stream of its device, with what it reads and writes. The numbers are
-those of the CPU, so that a step under the fake is also a test of exactness.
+While a `FakeAccelerator` is open, it replaces `pipeline.devices`; every tensor reports the pretended device
+of its memory; and each operation of torch, forward or backward, is recorded in a `History` as a kernel in the
+current stream of its device, with what it reads and writes. Numbers are the CPU's, so that a step under the
+fake also tests exactness.
 
 Copies follow CUDA's rules: one between two devices runs in the current stream of the source, after what the
 current stream of the target was given before, and that one waits for it (a barrier both ways); one from
@@ -45,8 +45,8 @@ class FakeAccelerator:
     """Pretended devices, each with streams, and the history of what they were given.
 
     Args:
-        num_devices: how many there are.
-        costs: what the actions take, in any unit, for the makespan; the first kernel of an action bears it.
+        num_devices: number of devices.
+        costs: durations of actions, in any unit, for the makespan; an action's first kernel takes it all.
     """
 
     def __init__(self, num_devices: int, costs: Callable[[Action], float] | None = None) -> None:
@@ -65,7 +65,7 @@ class FakeAccelerator:
 
     @contextmanager
     def opened(self) -> Iterator[FakeAccelerator]:
-        """Serves `pipeline.devices` and follows what torch does."""
+        """Replaces `pipeline.devices` and follows torch's operations."""
         with pytest.MonkeyPatch.context() as patch, ExitStack() as modes:
             for name in vars(devices):
                 if not name.startswith("_") and hasattr(self, name):
@@ -73,11 +73,11 @@ class FakeAccelerator:
             modes.enter_context(Kernels(self))
             modes.enter_context(Calls(self))
             yield self
-            self._references.clear()  # what lives on is nobody's concern any more
+            self._references.clear()  # later deaths do not matter
 
     @contextmanager
     def observe(self, action: Action) -> Iterator[None]:
-        """For the engine: the kernels that follow are those of the action."""
+        """For the engine: attributes the following kernels to the action."""
         self._where = str(action)
         self._pending = self._costs(action) if self._costs is not None else 0.0
         try:
@@ -152,7 +152,7 @@ class FakeAccelerator:
         return tensor.device if entry is None else entry[0]
 
     def _own(self, tensor: Tensor, device: torch.device, home: str) -> Buffer:
-        """The tensor's memory, from here on on the device."""
+        """Puts the tensor's memory on the device, from now on."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         buffer = Buffer(f"{tuple(tensor.shape)} made in {self._where}", home)
@@ -168,7 +168,7 @@ class FakeAccelerator:
         return buffer
 
     def ran(self, func: Any, given: list[Tensor], written: list[Tensor], made: list[Tensor]) -> None:
-        """Notes one operation of torch: of what it was given it has written some, and made others."""
+        """Records one operation of torch: inputs, those it wrote, and new tensors."""
         label = f"{func} of {self._where}"
         places = {self.device_of(tensor) for tensor in given if tensor.ndim}
         places |= {place for tensor in given if (place := self.device_of(tensor)).type == TYPE}
@@ -195,7 +195,7 @@ class FakeAccelerator:
         return [self._buffers[address][1] for address in addresses if address in self._buffers]
 
     def moved(self, tensor: Tensor, target: torch.device, *, non_blocking: bool) -> Tensor:
-        """`.to(target)` between two places, at least one of them pretended, as CUDA does it."""
+        """`.to(target)` between two devices, at least one pretended, as CUDA does it."""
         source = self.device_of(tensor)
         label = f"copy from {source} to {target} of {self._where}"
         copy = copy_of(tensor)
@@ -225,7 +225,7 @@ class FakeAccelerator:
         return tensor
 
 
-# What torch is asked for, told to the accelerator and answered by it
+# Calls of torch that the accelerator observes or answers
 
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
@@ -235,13 +235,13 @@ def address_of(tensor: Tensor) -> int:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy that is no kernel of anybody's."""
+    """A copy that is not recorded as a kernel."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         return tensor.clone()
 
 
 class Kernels(TorchDispatchMode):
-    """Tells the accelerator of every operation that is no view."""
+    """Reports every operation that is no view to the accelerator."""
 
     def __init__(self, accelerator: FakeAccelerator) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class Kernels(TorchDispatchMode):
 
 
 class Calls(TorchFunctionMode):
-    """What a tensor says of its device, and what is asked for on a pretended one."""
+    """Answers questions about a tensor's device, and requests for a pretended one."""
 
     def __init__(self, accelerator: FakeAccelerator) -> None:
         super().__init__()
@@ -342,11 +342,11 @@ class FakeEvent:
         return end.mark.time - self.mark.time
 
 
-# What happened before what
+# The order of operations
 
 
 class Kind(Enum):
-    """What a fault is."""
+    """The kind of a fault."""
 
     READ = "read without an edge from the write"
     WRITE = "written without an edge from an earlier use"
@@ -358,7 +358,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that may go wrong, and where."""
+    """A possible error in the order of operations, and where."""
 
     kind: Kind
     where: str
@@ -369,7 +369,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point in a stream: how much of each stream is over by then, and when that is."""
+    """A point in a stream: how much of each stream is done by then, and when that is."""
 
     clock: Mapping[str, int]
     time: float
@@ -377,38 +377,38 @@ class Mark:
 
 @dataclass
 class Buffer:
-    """Memory that one allocation gave. `home` is the stream that it goes back to."""
+    """The memory of one allocation. `home` is the stream that it returns to."""
 
     name: str
     home: str
     writer: tuple[str, int, str] | None = None  # stream, position in it, label
     uses: dict[str, tuple[int, str]] = field(default_factory=dict)  # the latest in each stream
-    recorded: set[str] = field(default_factory=set)  # streams that the allocator was told of
+    recorded: set[str] = field(default_factory=set)  # streams reported to the allocator
 
 
 class History:
-    """Operations in the order in which they were enqueued, and the faults found among them."""
+    """Operations in the order of enqueueing, and the faults found."""
 
     def __init__(self) -> None:
         self.faults: list[Fault] = []
-        self.num_checked = 0  # uses of buffers that were held against the clocks
+        self.num_checked = 0  # uses of buffers compared with the clocks
         self._clocks: dict[str, dict[str, int]] = {HOST: {}}
         self._tails: dict[str, float] = {HOST: 0.0}
         self._in_step = False
 
     @property
     def makespan(self) -> float:
-        """When the last stream is done, in the unit of the costs."""
+        """The end of the last stream, in the unit of the costs."""
         return max(self._tails.values())
 
     @property
     def host_time(self) -> float:
-        """When what the host has waited for so far was done."""
+        """The end of all that the host has waited for."""
         return self._tails[HOST]
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While this is open the host must not wait."""
+        """Within it, the host must not wait."""
         self._in_step = True
         try:
             yield
@@ -428,7 +428,7 @@ class History:
         writes: Iterable[Buffer] = (),
         cost: float = 0.0,
     ) -> Mark:
-        """Gives the stream something to do; returns the point where it is done."""
+        """Enqueues an operation in the stream; returns the point where it is done."""
         clock = self._clock(stream)
         self._join(clock, self._clocks[HOST])
         here = clock[stream] = clock.get(stream, 0) + 1
@@ -453,28 +453,28 @@ class History:
         return self.mark(stream)
 
     def mark(self, stream: str) -> Mark:
-        """The point that the stream has been filled to: what an event records."""
+        """The current end of the stream: what an event records."""
         clock = self._clock(stream)
         return Mark(dict(clock), max(self._tails[stream], self.host_time))
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """What the stream is given from here on comes after the mark."""
+        """Later operations of the stream come after the mark."""
         self._join(self._clock(stream), mark.clock)
         self._tails[stream] = max(self._tails[stream], mark.time)
 
     def host_wait(self, marks: Iterable[Mark], what: str, kind: Kind = Kind.HOST_WAIT) -> None:
-        """The host goes on when the marks are over."""
+        """The host waits for the marks."""
         if self._in_step:
             self._fault(kind, what)
         for mark in marks:
             self.wait(HOST, mark)
 
     def all_streams(self, prefix: str = "") -> list[Mark]:
-        """The ends of all streams whose names begin so: what a wait for a whole device waits for."""
+        """The ends of all streams with this prefix: what a wait for a whole device waits for."""
         return [self.mark(stream) for stream in self._clocks if stream != HOST and stream.startswith(prefix)]
 
     def free(self, buffer: Buffer) -> None:
-        """The last reference has died: the memory is its home's again."""
+        """The last reference has died: the memory returns to its home."""
         if buffer.home == HOST:  # the allocator of pinned memory follows copies by itself
             return
         owner = self._clock(buffer.home)

@@ -81,7 +81,7 @@ class Divided(ParallelStyle):
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
     """Divides the Transformer layers of `model` over the ranks of `mesh`, in place; all ranks must call.
 
-    Call it before the `Pipeline` is built. The first rank's weights are used. All parameters become DTensors,
+    Call it before the `Pipeline` is built; the first rank's weights are used. All parameters become DTensors,
     small ones whole on every rank. Dropout draws differently on each rank where ranks hold different parts,
     and alike where they hold the same.
 

@@ -323,7 +323,7 @@ class TextTask:
         return float(loss), float(target.numel())
 
     def score(self, total: float, number: float) -> float:
-        return math.exp(min(total / number, 700.0))  # limits a diverged model's
+        return math.exp(min(total / number, 700.0))  # keeps a diverged model's finite
 
 
 Task = ImageTask | TextTask

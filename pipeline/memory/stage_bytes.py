@@ -11,9 +11,9 @@ A storage counts once, with the size it was allocated with (a layer may pass on 
 holder frees it. Storages that serve only outputs without a gradient count as freed; at the end of a stage the
 engine does keep them, until B.
 
-Where a schedule splits the backward, I computes gradients of inputs and W gradients of weights. Until W stay
-inputs of operations with weights, gradients of their outputs, and parameter gradients that I made. W's bytes
-are an upper estimate: all of these, all gradients it makes, and the most one layer adds.
+Where a schedule splits the backward, action I computes gradients of inputs and W those of weights. Until W
+stay inputs of operations with weights, gradients of their outputs, and parameter gradients that I has made.
+W's bytes are an upper estimate: all of these, all gradients it makes, and the most one layer adds.
 """
 
 from __future__ import annotations

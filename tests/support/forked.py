@@ -1,5 +1,5 @@
-"""Forks test processes from one that has imported torch, which saves seconds in each. Tests that start
-processes as users do, and those that fork:
+"""Forks test processes from one that has imported torch, which saves seconds in each. Forked are, unless
+named as starting as they do for users:
 
 - the processes of `launch`, but where a test uses `spawning`: test_launch.py, tests/smoke.py, and the pages'
   `check-engine` (tests/documented.py)

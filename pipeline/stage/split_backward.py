@@ -30,6 +30,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
+from .tensors import is_divided
+
 aten = torch.ops.aten
 
 Formula = Callable[[Tensor], tuple[Tensor, ...]]  # gradient of the output -> of the weight and of the bias
@@ -146,15 +148,17 @@ class Weights:
         while self.waiting:
             waiting = self.waiting.pop()  # caught last, so most likely still in a cache
             weight, *bias = waiting.edges
-            edges += (_entrance(weight), *bias)
-            gradients += waiting.gradients()
+            found = waiting.gradients()
+            # Autograd must not copy a divided one: torch 2.11 leaves the copy whole.
+            edges += (_entrance(weight), *(map(_entrance, bias) if is_divided(found[-1]) else bias))
+            gradients += found
             num_bytes += sum([gradient.nbytes for gradient in gradients[-len(waiting.edges) :]])
             if num_bytes > MANY_BYTES:
                 run_engine(tuple(edges), tuple(gradients))
                 edges, gradients, num_bytes = [], [], 0
         for edge, gradient in self.done:
-            edges.append(edge)
-            gradients.append(gradient)
+            edges.append(_entrance(edge) if is_divided(gradient) else edge)
+            gradients.append(gradient.clone() if is_divided(gradient) else gradient)
         self.done = []
         if edges:
             run_engine(tuple(edges), tuple(gradients))

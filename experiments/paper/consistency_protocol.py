@@ -1,7 +1,7 @@
 """What a consistency run trains, on whose data and from which seeds: plain data, fixed before the runs.
 
 The image recipe is the one with which AmoebaNet-D was submitted to DAWNBench (tensorflow/tpu
-`models/official/amoeba_net`). The paper's AmoebaNet-D (2, 128) is (6, 128) here, by all cells. The text
+`models/official/amoeba_net`). The paper's (2, 128) counts one stack's cells; here all: (6, 128). The text
 recipe is Lingvo's for its one-billion-word GPipe model. Scaling changes sizes and lengths and nothing else.
 
 Seeds, numbers of runs and the margin stand in results/consistency-protocol.toml and nowhere else, so none can
@@ -30,7 +30,7 @@ class ImageRecipe:
     """AmoebaNet-D and its training.
 
     Args:
-        stem_filters: None: the reference's 32, which would be most of a small model.
+        stem_filters: None: 32, as in that code; a small model would be mostly stem.
         learning_rate_per_example: the rate after the warm-up is this times `batch_size`.
         decay_per_epoch: factor of the rate after each epoch, down to `lowest_rate` of the first rate. During
             the warm-up the rate grows linearly from 0 instead.
@@ -128,7 +128,7 @@ TOPICS = TextRecipe(
     num_layers=6, d_model=48, ffn_dim=192, num_heads=4, vocab_size=512, seq_len=48, batch_size=32,
     num_steps=80, learning_rate=0.5, warmup_steps=20, num_microbatches=4,
 )  # fmt: skip
-"""Scaled down to seconds on a laptop, in every profile."""
+"""For the help topics that come with Python, scaled down to seconds on a laptop, in every profile."""
 
 SMALL_SAMPLE = 1797
 """How many of the user's images the scaled-down profiles take: as many as there are digits."""
@@ -218,7 +218,7 @@ class Protocol(msgspec.Struct, frozen=True):
 
 @cache
 def load_protocol(path: Path = PATH) -> Protocol:
-    """Reads the file. A test checks that its seeds follow its rule and are all different."""
+    """Reads the file. A test checks that its seeds follow the rule that it states, and differ."""
     content = path.read_bytes()
     found = tomllib.loads(content.decode())
     known = found["judged"] | {"split_seed": found["draw"]["split_seed"]}

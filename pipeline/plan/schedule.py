@@ -1,7 +1,7 @@
 """A schedule written down as data, so that one description has many readers.
 
 The engine executes it, the replay lays it out in time, the memory model walks over it and the drawing prints
-it. It is a tuple of actions per worker, made by a pure function (`named`) or read from a file (`from_csv`);
+it. It is a tuple of actions per worker, made from its name (`named`) or read from a file (`from_csv`);
 messages and dependencies are derived from it (plan/walk.py). A worker holds one stage, or several where the
 schedule has a placement. Only the standard library is imported.
 
@@ -102,7 +102,7 @@ def from_text(text: str) -> Remat:
     for name in names:
         if name not in REMAT_MODES:
             raise ValueError(
-                f"{name!r} says nothing about recomputation; choose one of {', '.join(REMAT_MODES)}, or give "
+                f"{name!r} is no choice of recomputation; choose one of {', '.join(REMAT_MODES)}, or give "
                 "one for each stage with commas between them"
             )
     return names[0] if len(names) == 1 else names
@@ -274,8 +274,8 @@ def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
     """`schedule`, which has no recomputation, with one wherever `remat` recomputes a stage's micro-batch.
 
     R stands right before the backward for which it builds the graph, and starts while the worker waits for
-    the gradient. Where the backward is split, the graph lives until W. ZB-H1 on 3 workers, M = 3, two slots
-    of bubble instead of the eight of 1F1B that recomputes late:
+    the gradient. Where the backward is split, the graph lives until W. The schedule ZB-H1 ("zero bubble") on
+    3 workers, M = 3, has two slots of bubble; 1F1B whose R awaits the gradient has eight:
 
         stage 0 | F0 F1 F2 R0 .  .  I0 W0 R1 I1 W1 R2 I2 W2
         stage 1 | .  F0 F1 R0 .  I0 F2 R1 I1 W0 R2 I2 W1 W2
@@ -324,8 +324,8 @@ _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 def to_csv(schedule: Schedule) -> str:
     """One line per worker, its actions in order, e.g. `0F0,0F1,0B1,0B0`: the form that torch's
-    `_PipelineScheduleRuntime` reads and writes as `compute_only`, but that torch has no word for a cell such
-    as `2R0`. A worker holds the stages that are in its row.
+    `_PipelineScheduleRuntime` reads and writes as `compute_only`, except that torch can't read recomputations
+    such as `2R0`. A worker holds the stages that are in its row.
     """
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
@@ -335,7 +335,7 @@ def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedu
 
     Empty cells, which are idle slots, and what torch's runtime adds (`0SEND_F1`, `0UNSHARD`) are left out;
     the parts of an overlapped pair such as `(0F7;7B3)OVERLAP_F_B` are taken in their order. The result is not
-    yet validated: see `validate`.
+    yet validated: see walk.py's `validate`.
 
     Raises:
         ValueError: the text is no table, holds no actions or something that is not an action, or leaves out
@@ -372,7 +372,7 @@ def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedu
 
 
 def _check_numbers(what: str, found: Collection[int]) -> None:
-    """`ValueError` unless these are 0, 1, 2 ... A number that is far too large is found as quickly."""
+    """`ValueError` unless these are 0, 1, 2 ... However large a number is, the loop ends at the first gap."""
     missing = next((number for number in range(len(found)) if number not in found), None)
     if missing is not None:
         raise ValueError(

@@ -426,7 +426,7 @@ def text(experiment: str, model: str) -> str:
         lines.append([f"{cell.row}, {cell.column}", cell.printed, span, share, _moved_most(values)])
     whole = f"{int(met.all(axis=1).sum())} of {len(frame):,} combinations give the whole table."
     if held := [name for name in _of_several_values(experiment, model) if name in HELD]:
-        whole += f" These stay as declared: {', '.join(held)}."
+        whole += f" Kept as declared: {', '.join(held)}."
     whole = fill(whole)
     headers = ["", "paper", "over all settings", "share that agrees", "moved most by"]
     return numbers_text(f"{experiment}, {model}: what the paper leaves open", headers, lines, whole)

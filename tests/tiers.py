@@ -22,8 +22,8 @@ def patterns() -> tuple[str, ...]:
 
 
 def is_deep(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a test or a file is in the second tier; `name` is pytest's, without `tests/`. The last pattern
-    that matches decides; one that begins with `!` takes out, as in `.gitignore`.
+    """Whether a test or a file is in the second tier; `name` is a pytest node id without `tests/`. The last
+    pattern that matches decides; one that begins with `!` takes out, as in `.gitignore`.
     """
     found = False
     for pattern in patterns:

@@ -1,7 +1,7 @@
-"""The verb `compare NAME` shows paper, ours and verdict, from records alone; `--full` adds reasons.
+"""The verb `compare NAME` shows the paper's numbers, this project's and verdicts, from records alone.
 
-If you have no records of an experiment, it shows those that the project ships. `--results` names a folder of
-records, or one file of records of several experiments.
+`--full` adds reasons. If you have no records of an experiment, those that the project ships are shown.
+`--results` names a folder of records, or one file of records of several experiments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--full", action="store_true", help="also ranges, reasons, footnotes and details")
     verb.add_argument(
         "--unknowns", action="store_true",
-        help="compute what the choices that the paper leaves open would move (minutes; needs torch)",
+        help="compute the numbers under other values of what the paper leaves open (minutes; needs torch)",
     )  # fmt: skip
 
 
@@ -43,26 +43,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.unknowns:
         _unknowns(experiment.name)
     else:
-        folder, whose = folder_of(experiment.name, arguments.results, is_own=arguments.is_own)
-        _compare(arguments, experiment, folder, whose)
+        folder, origin = folder_of(experiment.name, arguments.results, is_own=arguments.is_own)
+        _compare(arguments, experiment, folder, origin)
     return DONE
 
 
 def _unknowns(name: str) -> None:
-    """Prints the appendix. Raises ValueError for an experiment that computes nothing at the paper's size."""
+    """Prints how far each number moves over what the paper leaves open. ValueError where none is computed."""
     from gpipe_bench.harness.report import reproduced
 
     from ..paper import reproduction
 
-    if name not in reproduced.SECONDS:
-        raise ValueError(
-            f"--unknowns: {name} is not computed under other choices; {', '.join(reproduced.SECONDS)} are"
-        )
-    for model in reproduced.SECONDS[name]:
+    models_of = reproduced.SECONDS  # the models that are computed at the paper's size, by experiment
+    if name not in models_of:
+        raise ValueError(f"--unknowns computes nothing of {name}; choose one of {', '.join(models_of)}")
+    for model in models_of[name]:
         say(reproduction.text(name, model) + "\n")
 
 
-def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path, whose: str) -> None:
+def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path, origin: str) -> None:
     with within(None if arguments.full else SCREEN):
         shown = _shown(folder, experiment, arguments)
     timed = [
@@ -73,18 +72,19 @@ def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path
     for name, values in differences(timed).items():
         warn(f"records differ in {name}: {' | '.join(map(str, values))}")
     if arguments.json:
-        warn(*filter(None, [whose]))
+        warn(*filter(None, [origin]))
         found = [cell.to_data() for cell in shown.comparisons]
         for line in found or _numbers(shown.records):
             print_line(msgspec.json.encode(line))
         return
-    again = f"{program()} {shlex.join(arguments.arguments)} --full"
-    text = shown.text if arguments.full else screen(shown, again)
+    full_command = f"{program()} {shlex.join(arguments.arguments)} --full"
+    text = shown.text if arguments.full else screen(shown, full_command)
     heading = f"{experiment.title}\nprofile {shown.records[-1].profile}, {len(shown.records)} records"
-    having = sorted(REFERENCE.glob(f"*/{experiment.name}.jsonl"))
-    if having and shown.records[-1].profile == "smoke":
-        heading += f"; ours: {program()} compare {experiment.name} --results {short_path(having[0].parent)}"
-    say("\n".join([heading, *([whose] if whose else []), "", text]))
+    shipped = sorted(REFERENCE.glob(f"*/{experiment.name}.jsonl"))
+    if shipped and shown.records[-1].profile == "smoke":
+        folder_shown = short_path(shipped[0].parent)
+        heading += f"; the project's records: {program()} compare {experiment.name} --results {folder_shown}"
+    say("\n".join([heading, *([origin] if origin else []), "", text]))
 
 
 def _shown(folder: Path, experiment: Experiment, arguments: argparse.Namespace) -> Shown:
@@ -92,8 +92,8 @@ def _shown(folder: Path, experiment: Experiment, arguments: argparse.Namespace) 
     name, profile = experiment.name, arguments.profile
     loaded = Store(folder).load(name)
     if loaded.problems:
-        again = f"not judged; restore it from a copy, or make it anew with: {program()} run {name}"
-        warn(*lines_of(loaded.problems), again)
+        remedy = f"not judged; restore it from a copy, or make it anew with: {program()} run {name}"
+        warn(*lines_of(loaded.problems), remedy)
     records = select_records(loaded.records, experiment.revision, profile)
     if not records:
         wanted = f" of profile {profile}" if profile else ""
@@ -127,7 +127,7 @@ def folder_of(name: str, results: Path, *, is_own: bool) -> tuple[Path, str]:
     """The folder of an experiment's records, and a sentence if they are not the user's: where the user named
     no folder (`is_own`) and `results` has none of this experiment, the records that come with the project.
     """
-    having = [folder for folder in sorted(REFERENCE.glob("*")) if (folder / f"{name}.jsonl").is_file()]
-    if not is_own or not having or Store(results).load(name).records:
+    known = [folder for folder in sorted(REFERENCE.glob("*")) if (folder / f"{name}.jsonl").is_file()]
+    if not is_own or not known or Store(results).load(name).records:
         return results, ""
-    return having[0], f"records that came with the project ({having[0].name}); yours: {program()} run {name}"
+    return known[0], f"records that came with the project ({known[0].name}); yours: {program()} run {name}"

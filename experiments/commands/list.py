@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 def options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
-        "--models", action="store_true", help="instead the model zoo: layers and exact parameters"
+        "--models", action="store_true", help="show models, not experiments: layers and exact parameters"
     )
     verb.add_argument(
-        "--machine", action="store_true", help="instead what this machine can run and lacks, and the remedy"
+        "--machine", action="store_true", help="show what this machine can run and lacks, with remedies"
     )
 
 
@@ -108,8 +108,8 @@ def _text(entries: Iterable[dict[str, Any]]) -> str:
     for entry in entries:
         lines = [fill(f"{entry['name']}: {entry['title']} ({entry['source']})", "", "  ")]
         for each in entry["profiles"]:
-            said = f"{each['cases']:>3} cases, {each['on_record']} on record: {each['does']}"
-            lines.append(fill(said, f"  {each['profile']:<6} {words(each['expected_s']):>12}  ", " " * 23))
+            summary = f"{each['cases']:>3} cases, {each['on_record']} on record: {each['does']}"
+            lines.append(fill(summary, f"  {each['profile']:<6} {words(each['expected_s']):>12}  ", " " * 23))
         blocks.append("\n".join(lines))
     return "\n\n".join([*blocks, f"run one with: {program()} run NAME --profile PROFILE"])
 
@@ -151,8 +151,8 @@ def _machine_shown(arguments: argparse.Namespace) -> int:
         lines += [f"{check.status:<9}{check.name:<{width}}  {check.found}"]
         lines += [f"{'':<{9 + width}}  -> {check.remedy}"] * bool(check.remedy)
     missing = [check.name for check in checks if check.status == MISSING]
-    able = "this machine can run the smoke and short profiles"
-    lines += ["", f"missing: {', '.join(missing)}" if missing else able]
+    all_present = "this machine can run the smoke and short profiles"
+    lines += ["", f"missing: {', '.join(missing)}" if missing else all_present]
     tell(arguments, checks, lambda: "\n".join(lines))
     return VERDICT_FAILED if missing else DONE
 
@@ -199,7 +199,7 @@ def _hardware() -> Iterator[Check]:
     yield Check("processor", OK, f"{here['cpu_model'] or here['architecture']}, {cores} cores{limit}")
     total = min(here["memory_total_gib"], here["cgroup_memory_gib"] or here["memory_total_gib"])
     free = min(here["memory_available_gib"], total)
-    remedy = f"Table 1 takes up to {_MEMORY_GIB:g} GiB; close something, or run --profile smoke"
+    remedy = f"Table 1 takes up to {_MEMORY_GIB:g} GiB; close other programs, or run --profile smoke"
     yield _check("memory", free >= _MEMORY_GIB, f"{free:.1f} GiB free of {total:.1f} GiB", remedy)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from gpipe_bench.harness.report.grid import SCREEN, within
 
 DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
-"""Exit statuses of all verbs, in the order of the names."""
+"""Exit statuses of all verbs, in the order of the names; 1 also where the machine lacks something."""
 
 IO_FAILED, READER_GONE = 74, 141
 """Exit statuses of a program that could not write (sysexits.h), or whose reader closed the pipe."""
@@ -120,7 +120,7 @@ def say(text: str) -> None:
 
 
 def warn(*lines: str) -> None:
-    """Says on standard error what a result should not be read without."""
+    """Prints each line as a warning on standard error."""
     for line in lines:
         print(f"warning: {line}", file=sys.stderr)
 

@@ -45,7 +45,7 @@ WORDS = {
 }  # fmt: skip
 """Words for what is recomputed, by kind of re-materialization."""
 TOO_CLOSE = 0.03
-"""Steps that differ by less may come in the other order: half of 63 predictions were off by 1.9 % or more."""
+"""Of steps that differ by less, either may be faster: half of 63 predictions were off by 1.9 % or more."""
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     add(
         "--reserve-gib", type=float, metavar="GIB",
         help="held back on each for what is no tensor: context, kernels, workspaces, buffers of collectives; "
-        "default: 1.5 of an accelerator that is named, else 0",
+        "default: 1.5 with --device-type or --card, else 0",
     )  # fmt: skip
     add("--hosts", type=int, default=1, metavar="N", help="default: %(default)s")
     add(
@@ -122,22 +122,22 @@ def options(verb: argparse.ArgumentParser) -> None:
     several("--pp", type=int, metavar="K", help="only so many workers of a pipeline")
     several(
         "--tp", type=int, metavar="N",
-        help="so many accelerators that compute a layer together; needs a model that says how; default: 1",
+        help="accelerators that divide a layer; the model must define how it is divided; default: 1",
     )  # fmt: skip
     add("--no-fsdp", action="store_true", help="every replica holds all parameters")
     add = verb.add_argument_group("how layers are timed, where no accelerator is named").add_argument
     add(
         "--probe-rounds", type=int, default=4, metavar="N",
-        help="rounds of steps, each of every micro-batch size in every way; default: %(default)s",
+        help="how often each step is timed (steps differ in micro-batch size and cut); default: %(default)s",
     )  # fmt: skip
     add = verb.add_argument_group("what is printed and written").add_argument
     add("--top", type=int, default=5, metavar="N", help="plans to print; default: %(default)s")
     add("--script", type=Path, metavar="FILE.py", help="write the script that trains as planned")
     add(
         "--format", choices=tuple(FORMATS),
-        help="what it is: a script on this engine or on torch.distributed.pipelining, settings for "
-        "torchtitan, or flags of Megatron-LM; only what it can say is tried, and predicted as it runs there; "
-        "default: script, where --script is given",
+        help="what --script writes: a script on this engine or on torch.distributed.pipelining, settings for "
+        "torchtitan, or flags of Megatron-LM; only plans that the format can express are tried, and are "
+        "predicted as that program runs them; default: script, where --script is given",
     )  # fmt: skip
     add("--full", action="store_true", help="also where each number comes from, and the script")
 
@@ -156,8 +156,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_asked(form, arguments.schedule, request.optimizer, name, request.precision)
         request, remats = replace(request, autocast=form == "script"), FORMATS[form].remats
         possible = tuple(each for each in possible if each in FORMATS[form].schedules)
-        if unsaid := [each for each in arguments.remat if each not in remats]:
-            raise ValueError(f"--remat {unsaid[0]} with --format {form}: use one of {', '.join(remats)}")
+        if unsupported := [each for each in arguments.remat if each not in remats]:
+            raise ValueError(f"--remat {unsupported[0]} with --format {form}: use one of {', '.join(remats)}")
     space = Space(
         schedules=tuple(arguments.schedule) or possible, possible=possible,
         microbatches=tuple(arguments.num_microbatches) or None,
@@ -287,23 +287,23 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
     parts = [_best(plan), _next(plan), _cut(plan.best)]
     if full:
         notes = [f"{what}: {where}" for what, where in plan.best.provenance.items()]
-        notes += [f"{plan.tried} ways laid out, {plan.skipped} left out, which take longer than those"]
+        notes += [f"{plan.tried} ways to train tried, {plan.skipped} left out as slower than one of them"]
         parts.append("\n".join(map(fill, notes)))
     command = plan.command() if written is None else written.command
     if path is not None:
         beside = f", with {path.with_suffix('.csv').name} beside it," * bool(written and written.rows)
-        parts.append(f"{path}{beside} trains so; start it with\n\n{command}")
+        parts.append(f"{path}{beside} trains by this plan; start it with\n\n{command}")
     elif written is not None:
         beside = f"the schedule, which lies beside it as .csv:\n\n{written.rows}\n" * bool(written.rows)
         parts.append(
-            f"the file that trains so (--script FILE writes it):\n\n{written.text}\n{beside}{command}"
+            f"the file for this plan (--script FILE writes it):\n\n{written.text}\n{beside}{command}"
         )
     else:
         form, *others = plan.forms() or ("",)
         of_form = "" if form == "script" else f" --format {form}"
-        how = f"--script {NAME}{of_form} plans for {'it' if of_form else 'this engine'} and writes it"
-        how += f" (--format {', '.join(others)}: for others)" if others else ""
-        how = fill(f"{how if form else 'no format here writes it'}; start it with")
+        how = f"--script {NAME}{of_form} writes a plan for {'that format' if of_form else 'this engine'}"
+        how += f" (other formats: {', '.join(others)})" if others else ""
+        how = fill(f"{how if form else 'no --format writes this plan'}; start it with")
         parts.append(f"{how}\n\n{command}")
     return "\n\n".join(part for part in parts if part)
 
@@ -355,7 +355,7 @@ def fill(line: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three digits, in the unit that has them."""
+    """A number of seconds as text with three digits, in s, ms or us."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if value * factor >= 1:
             return f"{value * factor:.3g} {unit}"
@@ -365,8 +365,8 @@ def seconds(value: float) -> str:
 def title_of(candidate: Candidate) -> str:
     if candidate.grid.pp == 1:
         return str(candidate.grid)
-    twice = f" x {candidate.stages_per_worker}" if candidate.stages_per_worker > 1 else ""
-    return f"{candidate.grid}, {candidate.schedule}{twice}"
+    per_worker = f" x {candidate.stages_per_worker}" if candidate.stages_per_worker > 1 else ""
+    return f"{candidate.grid}, {candidate.schedule}{per_worker}"
 
 
 def remat_of(candidate: Candidate) -> str:
@@ -392,8 +392,8 @@ def _cut(best: Prediction) -> str:
                 f"{best.peak_bytes[worker] / GIB:.2f}", best.peak_when[worker],
             ]
         )  # fmt: skip
-    columns = ["worker", "stages", "layers", "recompute", "GiB", "at"]
-    return Grid(title="memory of the first", columns=columns, lines=lines, right=frozenset({4})).text()
+    columns = ["worker", "stages", "layers", "recompute", "peak GiB", "peak at"]
+    return Grid(title="memory of the best plan", columns=columns, lines=lines, right=frozenset({4})).text()
 
 
 # Bytes alone
@@ -409,7 +409,7 @@ def _only_bytes(arguments: argparse.Namespace) -> int:
         given = getattr(arguments, option)
         if given not in (None, [], False, 1):
             words = f"--{option.replace('_', '-')}" + (f" {given}" if given is not True else "")
-            raise ValueError(f"{words}: --bytes is about one pipeline over all accelerators; leave one out")
+            raise ValueError(f"{words}: --bytes plans one pipeline over all accelerators; leave out either")
     for option in ("schedule", "remat", "num_microbatches"):
         if several := getattr(arguments, option)[1:]:
             words = f"--{option.replace('_', '-')} {several[0]}"
@@ -440,26 +440,26 @@ def _placed(model: Model, request: Request, space: Space) -> Found:
 
     check(request, on_engine(model, request, space), len(model.layers))
 
-    def least(within: Space) -> Found:
+    def with_smallest_peak(within: Space) -> Found:
         found = smallest(model, request, within)
-        assert found is not None, "one pipeline of no more stages than layers is a grid"
+        assert found is not None, "`check` has refused more stages than layers"
         return found
 
-    most = least(space)
-    if most.peak > request.usable_bytes:
-        raise ValueError(nothing_fits(model, request, space, most, as_one=True))
+    first = with_smallest_peak(space)
+    if first.peak > request.usable_bytes:
+        raise ValueError(nothing_fits(model, request, space, first, as_one=True))
     for count in divisors(model.batch_size)[:-1] if space.microbatches is None else ():
-        fewer = least(replace(space, microbatches=(count,)))
+        fewer = with_smallest_peak(replace(space, microbatches=(count,)))
         if fewer.peak <= request.usable_bytes:
             return fewer
-    return most
+    return first
 
 
 def text_of_bytes(model: Model, request: Request, found: Found) -> str:
     """Table of the workers: their stages and layers, and the parts of their fullest moment in GiB."""
     remat = found.candidate.remat[0]  # the same on all stages
-    again = {"always": "every one recomputed", "never": "nothing recomputed"}
-    what = again.get(remat, f"re-materialization {remat}")
+    recomputed = {"always": "all recomputed", "never": "nothing recomputed"}
+    what = recomputed.get(remat, f"re-materialization {remat}")
     title = (
         f"{model.name}: {model.num_parameters:,} parameters under {found.candidate.schedule} on "
         f"{request.accelerators} x {request.memory_bytes / GIB:g} GiB (modelled)\n{request.precision}, "

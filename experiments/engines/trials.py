@@ -1,8 +1,8 @@
 """Runs the cases of `cases.py` on an engine, in separate processes, and reports each error in a line.
 
-An engine may raise an error, hang, or end its process without affecting results of other engines. Each
-process (`pipeline.launch`) has a timer: one without a report for too long writes its traceback and ends, with
-all processes that it has started. That costs one group of cases: the next ones run in new processes.
+An engine may raise, hang, or end its process; none of that may cost the results of other engines. Each
+process (`pipeline.launch`) has a timer. A process that reports nothing for too long writes its traceback and
+ends, with all processes that it started. This costs one group of cases: the next run in new processes.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def run_isolated(
         device: "cpu", or "cuda" for one GPU per process
 
     Raises:
-        IsolatedError: in one line, the first process's error, signal or exit status, or where every process
-            was when time ran out.
+        IsolatedError: one line with the error, signal or exit status of the process that failed first, or
+            with the place of every process when time ran out.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as name:
         folder, results, ended = Path(name), [], None
@@ -123,9 +123,9 @@ def place_of(text: str, *, latest_first: bool = False) -> str:
     found = list(_FRAME.finditer(text))
     ours = str(Path(__file__).resolve().parents[2])
     own = tuple(f"{ours}/{name}" for name in ("experiments", "pipeline", "planner", "harness", "gpipe_bench"))
-    foreign = (*own, sys.prefix, sys.base_prefix, "<")
+    passed_over = (*own, sys.prefix, sys.base_prefix, "<")
     for frame in found if latest_first else reversed(found):
-        if not frame["file"].startswith(foreign):
+        if not frame["file"].startswith(passed_over):
             return f"line {frame['line']} of {Path(frame['file']).name} ({frame['name']})"
     return ""
 
@@ -151,7 +151,7 @@ def _child(
     where = open(folder / f"where{rank}", "w")  # noqa: SIM115  # lives as long as the process
     told = open(folder / f"told{rank}", "wb")  # noqa: SIM115  # likewise
 
-    def wait_anew() -> None:  # both work without Python's lock
+    def wait_anew() -> None:  # traceback and signal come even while Python's lock is held
         faulthandler.dump_traceback_later(timeout_s, file=where)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + _DUMP_S)
 
@@ -181,8 +181,8 @@ def _leave() -> None:
 # The cases of an engine
 
 VARIATIONS = tuple((count, dtype) for dtype in (torch.float64, torch.float32) for count in (4, 6))
-"""Numbers of micro-batches and precisions of every case."""
-PLACES = {"one process": 1, "two processes": 2}
+"""Numbers of micro-batches and precisions in which every case runs."""
+PLACES = {"one process": 1, "two processes": 2}  # numbers of processes, by place
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,8 @@ def settled(rows: list[Row]) -> list[Row]:
     return rows + [_row(rows[0].place, case, untried) for case in CASES[len(BASE) :]]
 
 
-def _row(place: str, case: Case, said: Said) -> Row:
-    return Row(place, case.name, *said, case.expected, case.meaning, case.source)
+def _row(place: str, case: Case, outcome: Said) -> Row:
+    return Row(place, case.name, *outcome, case.expected, case.meaning, case.source)
 
 
 def _raised(fault: Fault) -> Said:
@@ -255,13 +255,13 @@ def _raised(fault: Fault) -> Said:
 
 
 def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
-    """For each case, the worst row of any process; its text names the process if texts differ."""
+    """For each case, if texts differ, the first row that is not OK, with its rank; else the last stage's."""
     joined = []
     for rows in zip(*by_rank, strict=False):  # an engine without `step` has fewer rows
         bad = [rank for rank, row in enumerate(rows) if row.verdict != OK]
         if bad and len({row.text for row in rows}) > 1:
-            said = rows[bad[0]]
-            joined.append(replace(said, text=f"process {bad[0]}: {said.text}"))
+            first = rows[bad[0]]
+            joined.append(replace(first, text=f"process {bad[0]}: {first.text}"))
         else:
             joined.append(rows[-1])  # the last stage knows the loss
     return joined
@@ -297,8 +297,8 @@ def built(name: str, setup: Setup) -> Engine | str:
 
 
 def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = False) -> list[Row]:
-    """The worst row of each case of a group over all variations, in this process. Between processes an
-    engine's error is raised, because others may wait for this one; with `raises` also in one process.
+    """The worst row of each case of a group over all variations, in this process. With several
+    processes an engine's error is raised, as others may wait for this one; with `raises` in one process, too.
     """
     worst: dict[str, Row] = {}
     for count, dtype in VARIATIONS:
@@ -317,7 +317,7 @@ def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = Fa
 
 
 _SEVERITY = (BROKEN, FAILED, UNTRIED, OK, CANNOT)
-"""Verdicts from the worst on. A refusal in one variation comes last: the others run as well."""
+"""Verdicts from the worst on. A refusal comes last: it must not hide how another variation ended."""
 
 
 def _examine(

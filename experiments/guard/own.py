@@ -1,4 +1,4 @@
-"""The guard's measurements of this project: exact counters, and times of training steps.
+"""Exact counters and timed steps of this project, for the guard, which compares two revisions' speed.
 
 Counters are equal on every machine; only code changes them. An improvement fails the guard, too: an
 unexplained gain may be work that the engine no longer does.
@@ -56,12 +56,12 @@ def build_two_processes() -> Step:
         [sys.executable, "-P", __file__, folder], stdin=subprocess.PIPE, stdout=sys.stderr, bufsize=0
     )
     assert other.stdin is not None
-    told = other.stdin
-    told.write(b"step\n")  # the first step, in which `_training` counts
+    other_input = other.stdin
+    other_input.write(b"step\n")  # the first step, in which `_training` counts forwards
     step = _one_of_two(folder, 0)
 
     def both() -> Any:
-        told.write(b"step\n")
+        other_input.write(b"step\n")
         return step()
 
     return both
@@ -120,7 +120,7 @@ def _training(layers: Any, batch: list[Any], *, forwards: int, remat: str = "alw
     if set(counts) != {forwards}:
         raise RuntimeError(
             f"a step runs its layers {sorted(set(counts))} times forward, not {forwards} times: "
-            f"{options} and remat = {remat!r} are not what is measured"
+            f"with {options} and remat = {remat!r} it does not do the work that is to be timed"
         )
     return step
 
@@ -154,7 +154,7 @@ MODEL_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A training step with counters in results/guard/counters.json."""
+    """A training step whose counters results/guard/counters.json keeps."""
 
     model: str
     schedule: str
@@ -193,7 +193,7 @@ def counters(case: Case) -> dict[str, Any]:
 
 
 def of_schedule(schedule: Schedule) -> dict[str, Any]:
-    """Counters of the schedule alone, for equal stages and F : R : B = 1 : 1 : 2."""
+    """Counters that follow from the schedule alone, with equal stages: F and R take a slot, B two."""
     from gpipe_bench.pipeline.plan.schedule import most_alive_of
     from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 

@@ -1,6 +1,6 @@
-"""One run of the guard: measures every benchmark, and again in fresh processes to confirm a result: two
-processes of the same code may differ for as long as they live, by their memory's layout. The result is a
-table with a line per run and a sentence per benchmark.
+"""One run of the guard, which compares the speed of two revisions. It measures every benchmark, and again in
+fresh processes where a result has to be confirmed: two processes of the same code may differ for as long as
+they live, by their memory's layout. It prints a table with a line for each run, and a sentence per benchmark.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ HEADERS = (
 
 LEGEND = f"""\
 Changes of the time per step, or of a command's number, with their intervals; + is worse. A regression lies
-above +{THRESHOLD:.0%} with its whole interval, and fails only if fresh processes confirm it, beyond
-{MARGIN:g} times what the base differed from itself by in any run. `base against itself` is the control: if
+above +{THRESHOLD:.0%} with its whole interval, and fails only if fresh processes confirm it and it exceeds
+{MARGIN:g} times the base's largest difference from itself. `base against itself` is the control: if
 its interval excludes 0, the run proves nothing (contaminated). Noise floor: how far that interval reaches;
 what looks like an improvement within it is none. Detects: the slow-down that a run this noisy finds four
 times in five. Processor time can't see waiting; it decides only where wall time is contaminated and two runs
@@ -84,13 +84,13 @@ class Finding:
 
     @property
     def is_told(self) -> bool:
-        """Whether the benchmark passes: it is new, or its last run says `same` or `improved`."""
+        """Whether it passes: it is new, or the last run, or processor time, says that it is not slower."""
         if self.lacking or self.by_processor_time == "same":
             return not self.failed
         return bool(self.runs) and not self.failed and self.verdicts[-1] in ("same", "improved")
 
     def level(self, value: float) -> str:
-        """A value of base or head as text, in ms or in the command's unit."""
+        """A run's `base_s` or `head_s` as text: in ms, or the command's number, which is kept there too."""
         if self.command is None:
             return f"{1e3 * value:.2f} ms"
         return f"{1 / value if self.command.higher_is_better else value:.6g}"
@@ -121,9 +121,9 @@ class Finding:
         elif last.verdict == "inconclusive" and verdict_of(last.head) == "improved" and not last.out_of_time:
             what = f"can't tell, {head} is within the noise floor of {last.noise_floor:.1%}"
         elif last.rounds < LOOKS[0]:
-            what = f"{head} after {last.rounds} rounds; nothing is said before {LOOKS[0]}"
+            what = f"{head} after {last.rounds} rounds; no verdict before {LOOKS[0]} rounds"
         elif last.verdict == "inconclusive":
-            what = f"can't tell, {head}; this machine now shows {last.smallest_detectable:.0%} or more"
+            what = f"can't tell, {head}; only changes of {last.smallest_detectable:.0%} or more would show"
         else:
             what = f"{last.verdict}, {head}"
         late = ["out of time: --budget-s gives more"] if last.out_of_time else []
@@ -153,9 +153,9 @@ def guard(
     budget_s: float = BUDGET_S,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Finding]:
-    """Compares the subject's folder with the checkout `base`; `control` is a second checkout for a command.
-    `is_counted`: exact counters are equal. A benchmark that can't run has failed, or is new if only the base
-    lacks it.
+    """Compares the work tree in `subject` with the checkout `base`; a command needs a second one, `control`.
+    `is_counted` says that exact counters are equal. A benchmark that can't run has failed, or is new if only
+    the base lacks it.
     """
     begun_s = time.monotonic()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
@@ -167,7 +167,7 @@ def guard(
             for finding in pending:
                 finding.notes.append("no time left to measure again")
             break
-        with arms_of(subject, base, control) as arms:
+        with arms_of(subject, base, control) as arms:  # head, base and control
             for index, finding in enumerate(pending):
                 # Benchmarks share the remaining time evenly, so that all get some on a busy machine.
                 now_s, until_s = time.monotonic(), deadline_s if finding.runs else first_deadline_s
@@ -232,7 +232,7 @@ def measure_command(
     """Measures a command once. A sample is one run of the command. Raises ValueError if its number can't be
     used.
     """
-    first = {name: [arm.sample().wall_s] for name, arm in arms.items()}  # warms caches
+    first = {name: [arm.sample().wall_s] for name, arm in arms.items()}  # fills caches, is not counted
     check_numbers(first, arms["base"].command)
     judgement, rounds = run_rounds(lambda arm: arms[arm].sample(), seed, deadline_s=deadline_s)
     numbers = {arm: [sample.wall_s for taken in rounds for sample in taken[arm]] for arm in ARMS}
@@ -261,7 +261,7 @@ def show(change: Change) -> str:
 
 
 def ending(failed: bool, findings: Sequence[Finding]) -> str:
-    """The last line of output. An inconclusive benchmark has not passed."""
+    """The last line: failed, passed, or which benchmarks could not be measured well enough to tell."""
     if failed:
         return "guard: FAILED"
     names = [finding.benchmark for finding in findings if not finding.is_told]
@@ -269,4 +269,4 @@ def ending(failed: bool, findings: Sequence[Finding]) -> str:
         return "guard: passed"
     if len(names) == len(findings):
         return "guard: inconclusive: nothing was measured well enough to tell"
-    return f"guard: passed, but nothing can be told of {', '.join(names)}"
+    return f"guard: passed, but inconclusive for {', '.join(names)}"

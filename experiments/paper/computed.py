@@ -1,8 +1,8 @@
-"""Tests claims of the paper that need no accelerator: v1's stride control, sizes, and which networks train.
+"""Claims of the paper that need no accelerator: v1's moved stride, model sizes, which networks train.
 
-The stride control, as declared in results/reproduction.toml, and parameters of models that no table has are
-counted on the meta device. Two sentences about networks that GPipe can train are tested on small ones
-(`trained`). Nothing is timed:
+What AmoebaNet-D's moved stride changes (the stride control, as results/reproduction.toml declares it) and
+sizes of models are counted on the meta device. Two sentences about the networks that GPipe can train are
+tested on small ones (`trained`). Nothing is timed:
 
     python -m experiments run computed
 """
@@ -27,7 +27,7 @@ SIZES = {
     "amoebanet-b": ("amoebanet-b", "({num_layers}, {num_filters})"),
     "transformer-seq2seq": ("nmt-models", "T({num_layers}, {ffn_dim}, {num_heads})"),
 }
-"""Models whose parameters no other table counts: their table, and the paper's notation for sizes."""
+"""For each model that is only counted: its table in results/paper.csv, and how a size is written there."""
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -37,10 +37,10 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def _zoo() -> Mapping[tuple[str, str], dict[str, Any]]:
-    """Configurations that the paper's text counts, by model and size in its notation."""
+    """Options of the models that are only counted, by model and by size as results/paper.csv writes it."""
     from gpipe_bench.models.zoo import CONFIGURATIONS
 
-    return {(name, SIZES[name][1].format(**of)): of for name, of in CONFIGURATIONS if name in SIZES}
+    return {(name, SIZES[name][1].format(**size)): size for name, size in CONFIGURATIONS if name in SIZES}
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -73,17 +73,17 @@ def cells(records: Sequence[Record]) -> list[Result]:
     ]  # fmt: skip
     for record in of_case(records, "done", part="size"):
         size, table = str(record.case["size"]).replace(", ", ","), SIZES[str(record.case["model"])][0]
-        row, column = ("parameters", "v5") if size.startswith("(") else (size, "parameters")
+        row, column = ("parameters", "v5") if size.startswith("(") else (size, "parameters")  # v5 states it
         answer = partial(Result, question="as published", metric=record.metric("parameters"), record=record)
         found.append(answer(table=table, row=row, column=column))
     return [*found, *reproduced.answers(records)]
 
 
-# Two sentences about GPipe, tested on small networks. "Any network that can be expressed as a sequence of
-# layers": every network of the zoo trains a few steps on several stages, and its weights are compared with
-# those of one stage, bit by bit. "The moving average of the sufficient statistics using the entire
-# mini-batch": running statistics of a batch normalization after a step in micro-batches are divided by those
-# after the whole mini-batch.
+# Two sentences about what GPipe takes and keeps, tested on small networks. "Any network that can
+# be expressed as a sequence of layers": every network of the zoo trains a few steps on several stages, and
+# its weights are compared with those of one stage, bit by bit. "The moving average of the sufficient
+# statistics using the entire mini-batch": running statistics of a batch normalization after a step in
+# micro-batches are divided by those of the same layer after the whole mini-batch.
 
 _AMOEBANET = {"num_layers": 3, "num_filters": 16, "num_classes": 10, "image_size": 32, "aux_head": False}
 _TEXT = {"d_model": 32, "num_heads": 2, "vocab_size": 100, "seq_len": 16}
@@ -110,17 +110,17 @@ def networks() -> Metric:
     from gpipe_bench.pipeline.memory.workers import shared_weights
 
     tied = [name for name in MODELS if shared_weights(list(MODELS[name](**NETWORKS[name])))]
-    others = [name for name in MODELS if not _trains_the_same(name, TIED_TOLERANCE if name in tied else 0.0)]
-    count = len(MODELS) - len(others)
+    failed = [name for name in MODELS if not _trains_the_same(name, TIED_TOLERANCE if name in tied else 0.0)]
+    count = len(MODELS) - len(failed)
     what = f"{count} of {len(MODELS)} small networks, {NUM_STEPS} steps on 1, 2 and 4 stages, every bit"
     what += f"; tied weights to rounding ({', '.join(tied)})" if tied else ""
-    what += f"; not {', '.join(others)}" if others else ""
+    what += f"; not {', '.join(failed)}" if failed else ""
     row, at = "networks that train to the same weights whatever K is", {"column": "share of the zoo"}
     return Metric(row, count / len(MODELS), "ratio", "measured", key=at, note=what)
 
 
 def _trains_the_same(name: str, tolerance: float) -> bool:
-    """Whether all numbers of stages give the same weights, in float64 if a tolerance is given."""
+    """Whether any number of stages ends at the same weights: exactly, or in float64 within `tolerance`."""
     import torch
 
     first, *others = [_weights(name, k, torch.float64 if tolerance else torch.float32) for k in (1, *STAGES)]
@@ -182,11 +182,11 @@ def statistics() -> Metric:
 
 EXPERIMENT = Experiment(
     name="computed",
-    title="What takes no device: stride control, sizes, small networks",
+    title="What needs no accelerator: stride control, sizes, small networks",
     source="arXiv v1, section 5",
     describe=(
-        "Activations and parameters of v1's stride control as declared, parameters of models that no table "
-        "has, and whether every network of the zoo trains the same on several stages."
+        "Activations and parameters of v1's stride control as declared, parameters of models that no "
+        "other experiment counts, and whether every network of the zoo trains the same on several stages."
     ),
     profiles={
         "smoke": "all but the stride control",

@@ -1,8 +1,8 @@
 """Consistent training: the partition does not change the trained network (v1, section 4.3.1).
 
-Expected: AmoebaNet-D's held-out accuracy on digits is at least 97 %; with 1, 2, 4 and 8 stages it equals that
-of sequential runs within two standard deviations, the paper's margin; and with the same seed all weights are
-equal bit by bit. Also shown: what micro-batches change, and an asynchronous pipeline.
+Expected: held-out accuracy of AmoebaNet-D on digits of at least 97 %; with 1, 2, 4 and 8 stages equal to
+sequential runs within two standard deviations, the paper's margin; and, stronger, from the same seed not one
+bit of any weight different. Also shown: what micro-batches change, and what an asynchronous pipeline does.
 
     python -m experiments run consistency
     python -m experiments run consistency --profile full --device cuda --data /data/imagenet/train
@@ -37,9 +37,9 @@ def cases(options: RunOptions) -> list[Case]:
         check_folders(options.data)
     return [
         case
-        for of in (_training_cases, _asynchronous_cases)
+        for cases_of in (_training_cases, _asynchronous_cases)
         for model in SECONDS
-        for case in of(model, options)
+        for case in cases_of(model, options)
     ]
 
 
@@ -56,8 +56,8 @@ def _training_cases(model: str, options: RunOptions) -> list[Case]:
             "seed": seed, "initial_seed": plan.initial[run], "processes": processes,
             "protocol": protocol.digest,
         }  # fmt: skip
-        in_turn = part in ("same seed", "micro-batches")  # compared with one reference
-        return Case(key, _seconds(model, options), group=f"{model}, one seed" if in_turn else "")
+        has_reference = part in ("same seed", "micro-batches")  # one for all of them
+        return Case(key, _seconds(model, options), group=f"{model}, one seed" if has_reference else "")
 
     sequential = plan.sequential[:2] if smoke else plan.sequential
     found = [case("baseline", 1, count, run, seed) for run, seed in enumerate(sequential)]
@@ -155,18 +155,18 @@ def _run_asynchronous(key: dict[str, Any], subject: Subject, task: Task, options
 
     how = {name: key[name] for name in ("stash", "rate", "initial_seed")}
     found = train_asynchronously(task, key["num_stages"], key["seed"], **how)
-    one = sum(p.numel() * p.element_size() for p in task.build().parameters())
+    model_bytes = sum(p.numel() * p.element_size() for p in task.build().parameters())
     metrics = [
         _measured("largest staleness", max(found.staleness), "updates"),
         _measured("most versions on a stage", max(found.versions), "versions"),
         _measured("weights kept", sum(found.weight_bytes), "bytes"),
-        _measured("weights of the model", one, "bytes"),
+        _measured("weights of the model", model_bytes, "bytes"),
     ]
     return found, metrics, {"staleness": list(found.staleness), "versions": list(found.versions)}
 
 
 def _differences(trained: Trained, reference: Trained) -> list[Metric]:
-    """Differences of weights; the counts include running statistics."""
+    """Differences of the weights, and of weights and running statistics together."""
     from .consistency_training import is_statistic
 
     largest = squares = total = 0.0
@@ -201,7 +201,7 @@ _measured = partial(Metric, provenance="measured")
 
 
 def _details(task: Task, subject: Subject, curve: tuple[tuple[int, float, float], ...]) -> dict[str, Any]:
-    """Facts for tables and verdicts. JSON has no word for infinite numbers of a diverged training."""
+    """Facts that tables and verdicts need. NaN and infinity become None, as JSON has neither."""
     return {
         "metric": task.metric,
         "higher_is_better": task.higher_is_better,

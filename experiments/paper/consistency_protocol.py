@@ -1,8 +1,8 @@
 """The recipes, data and seeds of consistency runs: plain data, fixed before the runs.
 
-The image recipe is AmoebaNet-D's submission to DAWNBench (tensorflow/tpu `models/official/amoeba_net`). The
-paper's AmoebaNet-D (2, 128) is (6, 128) here, counting all cells. The text recipe is Lingvo's for its
-one-billion-word GPipe model. Scaled recipes change only sizes and lengths.
+The image recipe is the one with which AmoebaNet-D was submitted to DAWNBench (tensorflow/tpu
+`models/official/amoeba_net`). The paper's (2, 128) counts one stack's cells; here all: (6, 128). The text
+recipe is Lingvo's for its one-billion-word GPipe model. Scaling changes sizes and lengths and nothing else.
 
 Seeds, numbers of runs and the margin are only in results/consistency-protocol.toml, so that none can change
 after results are seen: every record has the file's digest, and is judged under this protocol alone.
@@ -30,11 +30,11 @@ class ImageRecipe:
     """AmoebaNet-D and its training.
 
     Args:
-        stem_filters: None: the reference's 32, too many for a small model.
-        learning_rate_per_example: times `batch_size` the learning rate after the warm-up.
-        decay_per_epoch: factor of the rate per epoch, down to `lowest_rate` of the first rate. In the warm-up
-            the rate grows linearly from 0.
-        epsilon: RMSProp's, added inside the square root, as in TensorFlow.
+        stem_filters: None: 32, as in that code; a small model would be mostly stem.
+        learning_rate_per_example: the rate after the warm-up is this times `batch_size`.
+        decay_per_epoch: factor of the rate after each epoch, down to `lowest_rate` of the first rate. During
+            the warm-up the rate grows linearly from 0 instead.
+        epsilon: what RMSProp adds inside the square root, as TensorFlow's does.
         weight_decay: L2, of convolution and dense weights only.
         average_decay: decay of the moving average of the weights.
         augment: random box crops and horizontal flips; digits must not be flipped.
@@ -129,7 +129,7 @@ TOPICS = TextRecipe(
     num_layers=6, d_model=48, ffn_dim=192, num_heads=4, vocab_size=512, seq_len=48, batch_size=32,
     num_steps=80, learning_rate=0.5, warmup_steps=20, num_microbatches=4,
 )  # fmt: skip
-"""Scaled down to seconds on a laptop, in every profile."""
+"""For the help topics that come with Python, scaled down to seconds on a laptop, in every profile."""
 
 SMALL_SAMPLE = 1797
 """Number of the user's images in scaled-down profiles: as many as there are digits."""
@@ -218,7 +218,7 @@ class Protocol(msgspec.Struct, frozen=True):
 
 @cache
 def load_protocol(path: Path = PATH) -> Protocol:
-    """Reads the file. A test checks that its seeds follow its rule and are all different."""
+    """Reads the file. A test checks that its seeds follow the rule that it states, and differ."""
     content = path.read_bytes()
     found = tomllib.loads(content.decode())
     known = found["judged"] | {"split_seed": found["draw"]["split_seed"]}

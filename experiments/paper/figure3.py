@@ -39,7 +39,7 @@ ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # each in order and in reverse: tw
 ESTIMATE_S = {"smoke": 10.0, "short": 80.0, "full": 120.0}
 REAL_MICROBATCHES = (1, 2, 4)
 REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
-ROW = "normalized throughput"
+ROW = "normalized throughput"  # of results/paper.csv; records write "normalised throughput"
 BARS = {
     evidence.PAPER: "#0173b2", "torchgpipe": "#949494", evidence.COMPUTED: "#d9d9d9",
     evidence.OURS: "#029e73", evidence.RAN: "#de8f05",
@@ -75,11 +75,11 @@ def run(case: Case, options: RunOptions) -> Outcome:
 def configurations(name: str, batch_size: int, stages: Sequence[int], real: int) -> tuple[Configuration, ...]:
     """The naive split first, then the pipelines. `real` is the number of devices of this machine."""
     base, count = BASELINES[name], TIMED_MICROBATCHES
-    of = partial(Configuration, num_microbatches=count, batch_size=count * max(1, batch_size // 2))
+    pipeline = partial(Configuration, num_microbatches=count, batch_size=count * max(1, batch_size // 2))
     return (
         Configuration(base, 1, batch_size, "never", 1 < base <= real, label=f"naive-{base}"),
         *(
-            of(k, runs_for_real=1 < k <= real, counts=(NUM_MICROBATCHES, count), label=f"pipeline-{k}")
+            pipeline(k, runs_for_real=1 < k <= real, counts=(NUM_MICROBATCHES, count), label=f"pipeline-{k}")
             for k in stages
             if k >= base
         ),
@@ -90,19 +90,19 @@ def cells(records: Sequence[Record]) -> list[Result]:
     """A result for each bar, and for the text's sentence that recomputation takes a quarter more time."""
     found: list[Result] = []
     for record in evidence.by_model(evidence.of_steps(records), VERSION1).values():
-        of = {
+        speeds = {
             name: record.metric("normalised throughput", **facts["key"])
             for name, facts in record.details["cells"].items()
         }
-        (base, *_), scale = of, record.details["scale"] or "at the full size"
+        (base, *_), scale = speeds, record.details["scale"] or "at the full size"
         note = f"Run here: {scale}, M = {NUM_MICROBATCHES}, Table 1's; the paper states no batch and no M."
-        for name, metric in of.items():
+        for name, metric in speeds.items():
             count = record.details["cells"][name]["num_microbatches"]
             if metric is not None and count != TIMED_MICROBATCHES:
                 place = _place(record, name)
                 found.append(evidence.beside(records, record, place, metric, note, "a quotient"))
         if base == "naive-1":
-            pair, at = (of[base], of.get("pipeline-1")), "pipeline-1 / naive-1, ResNet-101"
+            pair, at = (speeds[base], speeds.get("pipeline-1")), "pipeline-1 / naive-1, ResNet-101"
             extra = evidence.derived("extra time", lambda a, b: 100 * (a / b - 1), *pair, unit="%")
             note = "Seconds of a step with re-materialization over those without, less one"
             found += evidence.sentence(records, record, (reproduced.EXTRA, at), extra, note, "an increase")
@@ -121,8 +121,8 @@ def tables(records: Sequence[Record]) -> str:
         f"otherwise, all recomputed; actions timed with M = {TIMED_MICROBATCHES}"
     )
     shown = [
-        evidence.throughput(of, f"{title}: throughput, {of.cell.iloc[0]} is 1", note)
-        for title, of in _steps(numbers).groupby("title", sort=False)
+        evidence.throughput(bars, f"{title}: throughput, {bars.cell.iloc[0]} is 1", note)
+        for title, bars in _steps(numbers).groupby("title", sort=False)
     ]
     return "\n\n".join(filter(None, [*shown, evidence.replay_errors(numbers)]))
 
@@ -152,14 +152,14 @@ def _bars(records: Sequence[Record]) -> Figure:
     shown = numbers[numbers.metric.isin(BARS) & (numbers.M != TIMED_MICROBATCHES) & numbers.value.notna()]
     models = evidence.with_ends(shown).groupby("title", sort=False)
     figure = Figure(figsize=(4.8 * len(models), 3.6), layout="constrained")
-    for axes, (_, of) in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
-        there = [whose for whose in BARS if whose in {*of.metric}]
+    for axes, (_, bars) in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        sources = [source for source in BARS if source in {*bars.metric}]
         seaborn.barplot(
-            of, x="cell", y="value", hue="metric", hue_order=there, palette=BARS, ax=axes,
+            bars, x="cell", y="value", hue="metric", hue_order=sources, palette=BARS, ax=axes,
             err_kws={"linewidth": 1}, capsize=0.3, **evidence.TO_THE_ENDS,
         )  # fmt: skip
-        axes.set(xlabel="", ylabel=f"throughput, {of.cell.iloc[0]} is 1")
-        axes.set_title(evidence.scaled(of.title.iloc[0], of.scale.iloc[0]), fontsize=9)
+        axes.set(xlabel="", ylabel=f"throughput, {bars.cell.iloc[0]} is 1")
+        axes.set_title(evidence.scaled(bars.title.iloc[0], bars.scale.iloc[0]), fontsize=9)
         axes.legend(title="", fontsize=7.5, loc="upper left")
     return figure
 

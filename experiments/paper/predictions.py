@@ -28,7 +28,7 @@ from gpipe_bench.pipeline.plan.partition import Partition
 
 PATH = PUBLISHED / "torchgpipe.csv"
 LIKE = "table3-amoebanet"
-"""The declared table whose share of peak and link are used: its GPUs have no fast link either."""
+"""Declared table whose share of peak and link are used: its GPUs, like P40s, have no fast link."""
 _RESNET = {"num_classes": 1000, "image_size": 224}
 _AMOEBANET = {"image_size": 224, "preset": "torchgpipe", "aux_head": False}
 SPEEDS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -40,22 +40,22 @@ SPEEDS: dict[str, tuple[str, dict[str, Any], str]] = {
 """Model, options and optimizer of the benchmark scripts to predict."""
 COUNTED = ("imagenet-models", "AmoebaNet-C (6, 228)", "parameters")
 SIX_228 = {"num_layers": 18, "num_filters": 228, "image_size": 331, "num_classes": 1001, "aux_head": False}
-"""Six cells in each of three stacks; no auxiliary head, as in the count of AmoebaNet-B's 557 million."""
+"""Six cells in each of three stacks; no auxiliary head: AmoebaNet-B has its published 557 million without."""
 
 NOTES = {
     "torchgpipe": "predicted for a P40 by its published peaks, with torchgpipe's batches and cuts",
     "memory": (
-        "ours is the sum of the accelerators' peaks in bytes that tensors hold, and nothing in it is open; "
+        "ours is the sum of the accelerators' peaks in bytes that tensors hold, and rests on no open choice; "
         "the published one is what the allocator had reserved"
     ),
     "activations": (
-        "ours is what comes and goes in a step, in bytes that tensors hold, as Table 1 counts its own; the "
+        "ours is what a step allocates and frees, in bytes of tensors, as we count for Table 1; the "
         "published one is of what the allocator had reserved"
     ),
     "count": "Counted on the zoo's AmoebaNet-C.",
 }
-"""Note on the results of each part; all but the count are compared with torchgpipe's numbers."""
-OWN_ERROR = "the error was measured on these numbers, as the quotients of ours and theirs scatter"
+"""Note beside the results of each part. All but the count are compared with torchgpipe's numbers."""
+OWN_ERROR = "the error was measured on these very numbers: it is the scatter of ours divided by theirs"
 DIRECT_SKIPS = (
     "over more than two stages torchgpipe sends a skip directly from the stage that makes it to the one "
     "that takes it; predicted steps have links between neighbours only"
@@ -66,11 +66,11 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One of torchgpipe's published runs, from the benchmarks of version 0.0.7.
 
     Args:
-        case: the benchmark script of a speed, or "memory" or "activations" for bytes
-        table, row, column: its number's place in results/paper.csv
-        ratio: row of its throughput relative to the table's first run; empty if not published
-        layers, filters: size of the AmoebaNet, or (B, C) of the U-Net, unless the script's
-        balance: number of layers in each stage; empty without stages
+        case: benchmark script of a speed; "memory" or "activations" for bytes
+        table, row, column: of the number in results/paper.csv
+        ratio: row of its throughput relative to the first of the table; empty where none is published
+        layers, filters: size of the AmoebaNet, or the U-Net's num_convs and num_filters; 0: the script's
+        balance: layers of every stage; empty for the model as it is
         batch_size: examples of the mini-batch
         num_microbatches: the number in the script; `count` micro-batches of `examples` hold the mini-batch
         remat: which micro-batches are recomputed
@@ -116,8 +116,8 @@ def runs(case: str) -> list[Run]:
 
 def cases(options: RunOptions) -> list[Case]:
     speeds = [Case({"part": "torchgpipe", "script": script}, 6.0) for script in SPEEDS]
-    kept = [*runs("memory"), *runs("activations")]
-    memory = [Case({"part": of.case, "column": of.column}, 3.0) for of in kept]
+    sizes = [*runs("memory"), *runs("activations")]
+    memory = [Case({"part": each.case, "column": each.column}, 3.0) for each in sizes]
     return [*(speeds[1:2] if options.profile == "smoke" else speeds + memory), Case({"part": "count"}, 2.0)]
 
 
@@ -135,16 +135,16 @@ def run(case: Case, options: RunOptions) -> Outcome:
         return Outcome((_metric(COUNTED, count, "parameters"),))
     from .profiles import unet_memory
 
-    (of,) = [each for each in runs(part) if each.column == case.key["column"]]
-    place = of.table, of.row, of.column
+    (wanted,) = [each for each in runs(part) if each.column == case.key["column"]]
+    place = wanted.table, wanted.row, wanted.column
     if part == "activations":
-        return Outcome((_metric(place, amoebanet_memory(of) / 2**30, "GiB"),))
-    size = {"num_convs": of.layers, "num_filters": of.filters, "image_size": 192}
-    num_parameters, peaks = unet_memory(size, of.cut, of.examples, of.count, of.remat)
-    counted = _metric((of.table, "parameters", of.column), num_parameters, "parameters")
+        return Outcome((_metric(place, amoebanet_memory(wanted) / 2**30, "GiB"),))
+    size = {"num_convs": wanted.layers, "num_filters": wanted.filters, "image_size": 192}
+    num_parameters, peaks = unet_memory(size, wanted.cut, wanted.examples, wanted.count, wanted.remat)
+    counted = _metric((wanted.table, "parameters", wanted.column), num_parameters, "parameters")
     return Outcome(
         (counted, _metric(place, sum(peaks) / 2**30, "GiB")),
-        {"title": f"U-Net ({of.layers}, {of.filters})", "peaks_bytes": peaks},
+        {"title": f"U-Net ({wanted.layers}, {wanted.filters})", "peaks_bytes": peaks},
     )
 
 
@@ -163,27 +163,27 @@ def _speeds(script: str) -> Outcome:
     names, choices = ("share_of_peak", "link_bytes_per_s", "link_latency_s"), load_reproduction().of(LIKE)
     share, bandwidth, latency = (float(str(choices[name].value)) for name in names)
     full, found, first = FullSize(*SPEEDS[script]), list[Metric](), 0.0
-    for of in runs(script):
-        batch = of.count * of.examples
+    for published in runs(script):
+        batch = published.count * published.examples
         step = full.step(
-            P40, "float32", of.cut(len(full.layers)), batch, of.count,
-            share_of_peak=share, link=Link(LIKE, latency, bandwidth), remat=of.remat,
+            P40, "float32", published.cut(len(full.layers)), batch, published.count,
+            share_of_peak=share, link=Link(LIKE, latency, bandwidth), remat=published.remat,
         )  # fmt: skip
         rate = batch / step.makespan_s
-        found.append(_metric((of.table, of.row, of.column), rate, "samples/s"))
-        if of.ratio and first:
-            found.append(_metric((of.table, of.ratio, of.column), rate / first, "ratio"))
+        found.append(_metric((published.table, published.row, published.column), rate, "samples/s"))
+        if published.ratio and first:
+            found.append(_metric((published.table, published.ratio, published.column), rate / first, "ratio"))
         first = first or rate
     return Outcome(tuple(found))
 
 
-def amoebanet_memory(of: Run) -> float:
-    """Peak activation memory of an AmoebaNet-D in bytes, over all accelerators, as in Table 1."""
+def amoebanet_memory(published: Run) -> float:
+    """Bytes of an AmoebaNet-D's peak activation memory, all accelerators, as Table 1 counts its own."""
     from .profiles import Reading, amoebanet, held_in_cut
 
-    reading = Reading(autocast=False)
-    layers, loss = amoebanet(reading, of.layers, of.filters, of.examples, 1000, auxiliary_head=False)
-    return float(sum(held_in_cut(layers, loss, of.cut(len(layers)), of.count, of.remat)))
+    sizes = published.layers, published.filters, published.examples, 1000
+    layers, loss = amoebanet(Reading(autocast=False), *sizes, auxiliary_head=False)
+    return float(sum(held_in_cut(layers, loss, published.cut(len(layers)), published.count, published.remat)))
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
@@ -217,7 +217,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Every number beside the published one, and the predictor's error for each kind."""
+    """Every number beside the published one, and the error of each kind by results/reproduction.toml."""
     published = {(cell.source, *cell.key): cell for cell in load_paper()}
     lines = []
     for entry in cells(records):
@@ -236,8 +236,8 @@ EXPERIMENT = Experiment(
     title="Predictions tested on numbers they were not made for",
     source="torchgpipe's documentation; arXiv v1, Table 2",
     describe=(
-        "What predicts the paper's tables for accelerators that are not here predicts what others published "
-        "with all their settings; its errors stand beside the predictions for the paper."
+        "The code that predicts the paper's tables also predicts torchgpipe's published numbers, whose "
+        "settings are all known; how far it is off stands beside every prediction for the paper."
     ),
     profiles={"smoke": "ResNet-101's speeds and the count", "short": "all", "full": "all"},
     cases=cases,

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Numbers = dict[Place, float]
-"""Number of each table, row and column: NaN where the run does not fit, the worst of several K."""
+"""Number of each table, row and column: NaN if the run does not fit; of a sentence on several K the worst."""
 
 Key = TypeVar("Key")
 Rate = TypeVar("Rate", bound=float)
@@ -91,7 +91,7 @@ def _step(full: FullSize, declared: Declared, cut: Partition, batch: int, m: int
 
 
 def fits(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: str = "always") -> bool:
-    """Whether parameters, optimizer state and activations of every stage stay under the memory."""
+    """Whether every stage's parameters, optimizer state and activations fit into its accelerator's memory."""
     cut = full.cut(declared["partition_cost"], declared["partition_rule"], k)
     if cut is None or batch < m:
         return False
@@ -105,7 +105,7 @@ def table2(model: str, **given: Value) -> Numbers:
     """Throughput for each K and M over that of K=2, M=1. A mini-batch that does not fit is halved."""
     table, grid = f"table2-{model}", [(k, m) for m in (1, 4, 32) for k in (2, 4, 8)]
 
-    def rates(declared: Declared, full: FullSize) -> dict[tuple[int, int], Fitted]:
+    def rates(declared: Declared, full: FullSize) -> dict[tuple[int, int], Noted]:
         width = f"width {declared['d_model']}, " if model == "transformer" else ""
         found = {}
         for k, m in grid:
@@ -113,26 +113,26 @@ def table2(model: str, **given: Value) -> Numbers:
             while batch >= m and not fits(full, declared, k, m, batch):
                 batch //= 2
             speed = rate(full, declared, k, m, batch) if batch >= m else math.nan
-            found[k, m] = fitted(speed, f"computed with {width}mini-batch {batch}")
+            found[k, m] = noted(speed, f"computed with {width}mini-batch {batch}")
         return found
 
     found = _first_that_fits("table2", model, rates, given)
     values: Numbers = {
-        (table, f"M={m}", f"K={k}"): fitted(speed / found[2, 1], speed.how) for (k, m), speed in found.items()
+        (table, f"M={m}", f"K={k}"): noted(speed / found[2, 1], speed.how) for (k, m), speed in found.items()
     }
     row, column, divisor = SPEED_UPS[table]
     return values | {(SENTENCES, row, column): found[8, 32] / found[2, 32] / divisor}
 
 
-class Fitted(float):
+class Noted(float):
     """A number; `how` says with which width and mini-batch it was computed."""
 
     how: str = ""
 
 
-def fitted(number: float, how: str) -> Fitted:
+def noted(number: float, how: str) -> Noted:
     """The number, with `how` set."""
-    found = Fitted(number)
+    found = Noted(number)
     found.how = how
     return found
 
@@ -232,13 +232,13 @@ def table4(model: str = "resnet101", **given: Value) -> Numbers:
 
 
 def table1(half: str, **given: Value) -> Numbers:
-    """Peak activation memory of the paper's models in bytes. `given` replaces declared settings; without it
-    the parameters of the largest models that fit are computed, too.
+    """Peak activation memory in bytes of one model, a `half` of Table 1. `given` replaces declared settings;
+    without it the parameters of the largest models that fit are computed, too.
     """
     table = HALVES[half].table
     declared = Declared(table, **given)
     if (declared["gradient_copies"], declared["boundary_tensors"]) != (0, "inputs"):
-        raise ValueError("no gradients, and boundary tensors as inputs alone, are all that is counted here")
+        raise ValueError(f"{table}: declare gradient_copies = 0 and boundary_tensors = 'inputs'")
     names = ("activation_format", "partition_cost", "partition_rule")
     own = ("num_classes", "auxiliary_head") if half == "amoebanet" else ()
     settings = {name: declared[name] for name in (*names, "num_microbatches", *own)}
@@ -288,7 +288,7 @@ def _capacities(half: str, declared: Declared, settings: dict[str, Any]) -> Numb
 
 STRIDE_LAYERS, STRIDE_FILTERS = 6, 256  # v1 counts the normal cells of one stack: (2, 256)
 STRIDE_EXAMPLES = 2
-"""All that is kept is proportional to it; batch normalization treats a single example in another way."""
+"""Any number above 1 gives the same quotients; batch normalization treats a single example in another way."""
 
 
 def stride(table: str, **given: Value) -> Numbers:
@@ -426,7 +426,7 @@ def text(experiment: str, model: str) -> str:
         lines.append([f"{cell.row}, {cell.column}", cell.printed, span, share, _moved_most(values)])
     whole = f"{int(met.all(axis=1).sum())} of {len(frame):,} combinations give the whole table."
     if held := [name for name in _of_several_values(experiment, model) if name in HELD]:
-        whole += f" As declared stay: {', '.join(held)}."
+        whole += f" Kept as declared: {', '.join(held)}."
     whole = fill(whole)
-    headers = ["", "paper", "over all settings", "meet it", "moved most by"]
+    headers = ["", "paper", "over all settings", "share that agrees", "moved most by"]
     return numbers_text(f"{experiment}, {model}: what the paper leaves open", headers, lines, whole)

@@ -1,9 +1,9 @@
 """Schedules as data: the actions of every worker, in order.
 
-The engine executes a schedule, the replay lays it out in time, the memory model walks over it and the drawing
-prints it. A function makes it (`named`) or a file holds it (`from_csv`); messages and dependencies are
-derived from it (plan/walk.py). A worker holds one stage, or several as the schedule's placement says. Only
-the standard library is imported.
+The engine executes it, the replay lays it out in time, the memory model walks over it and the drawing prints
+it. It is a tuple of actions per worker, made from its name (`named`) or read from a file (`from_csv`);
+messages and dependencies are derived from it (plan/walk.py). A worker holds one stage, or several where the
+schedule has a placement. Only the standard library is imported.
 
 Actions are written `2F0` everywhere: stage 2, forward, micro-batch 0.
 
@@ -101,7 +101,7 @@ def from_text(text: str) -> Remat:
     for name in names:
         if name not in REMAT_MODES:
             raise ValueError(
-                f"{name!r} says nothing about recomputation; choose one of {', '.join(REMAT_MODES)}, or give "
+                f"{name!r} is no choice of recomputation; choose one of {', '.join(REMAT_MODES)}, or give "
                 "one for each stage with commas between them"
             )
     return names[0] if len(names) == 1 else names
@@ -272,9 +272,9 @@ def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
 def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
     """Adds to `schedule`, which has no recomputation, an R wherever `remat` recomputes a stage's micro-batch.
 
-    R stands right before the backward for which it builds the graph, and may run while the worker waits for
-    the gradient. Where the backward is split, the graph lives until W. ZB-H1 on 3 workers, M = 3, with two
-    idle slots instead of the eight of 1F1B that recomputes late:
+    R stands right before the backward for which it builds the graph, and starts while the worker waits for
+    the gradient. Where the backward is split, the graph lives until W. The schedule ZB-H1 ("zero bubble") on
+    3 workers, M = 3, has two slots of bubble; 1F1B whose R awaits the gradient has eight:
 
         stage 0 | F0 F1 F2 R0 .  .  I0 W0 R1 I1 W1 R2 I2 W2
         stage 1 | .  F0 F1 R0 .  I0 F2 R1 I1 W0 R2 I2 W1 W2
@@ -321,9 +321,9 @@ _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One line per worker, its actions in order, e.g. `0F0,0F1,0B1,0B0`: the format `compute_only` of torch's
-    `_PipelineScheduleRuntime`, which has no recomputation such as `2R0`. A worker holds the stages in its
-    row.
+    """One line per worker, its actions in order, e.g. `0F0,0F1,0B1,0B0`: the form that torch's
+    `_PipelineScheduleRuntime` reads and writes as `compute_only`, except that torch can't read recomputations
+    such as `2R0`. A worker holds the stages that are in its row.
     """
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
@@ -331,9 +331,9 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedule:
     """Reads what `to_csv` or torch writes. `remat` is derived from the recomputations unless given.
 
-    Idle slots (empty cells) and what torch's runtime adds (`0SEND_F1`, `0UNSHARD`) are left out; an
-    overlapped pair such as `(0F7;7B3)OVERLAP_F_B` is read as its parts in order. Use `validate` on the
-    result.
+    Empty cells, which are idle slots, and what torch's runtime adds (`0SEND_F1`, `0UNSHARD`) are left out;
+    the parts of an overlapped pair such as `(0F7;7B3)OVERLAP_F_B` are taken in their order. The result is not
+    yet validated: see walk.py's `validate`.
 
     Raises:
         ValueError: the text is no table, holds no actions or something that is not an action, or leaves out
@@ -370,7 +370,7 @@ def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedu
 
 
 def _check_numbers(what: str, found: Collection[int]) -> None:
-    """`ValueError` unless these are 0, 1, 2 ..., found as quickly for numbers far too large."""
+    """`ValueError` unless these are 0, 1, 2 ... However large a number is, the loop ends at the first gap."""
     missing = next((number for number in range(len(found)) if number not in found), None)
     if missing is not None:
         raise ValueError(

@@ -79,7 +79,7 @@ def test_the_text_has_the_best_the_cut_the_schedule_and_the_script(
     assert re.search(r"^0 +0( 3)? +0-\d", text, re.MULTILINE)
     assert "its schedule in slots" not in text
     assert max(map(len, text.splitlines()[:-1])) <= verb.WIDTH
-    assert text.rstrip().endswith(f"run_plan.py trains so; start it with\n\n{found['command']}")
+    assert text.rstrip().endswith(f"run_plan.py trains by this plan; start it with\n\n{found['command']}")
     assert found["command"] == f"torchrun --nproc-per-node 2 {folder / 'run_plan.py'}"
     assert (folder / "run_plan.py").read_text() == found["script"]
     assert found["script"] not in text

@@ -136,8 +136,8 @@ def test_processor_time_decides_where_wall_time_is_contaminated_twice(
             "can't tell, slower by +10.0% [+8.0, +12.0]: the base differs from itself by 9.0%",
         ),
         ((VOID,), "nothing proven: the base differs from itself by +10.0% [+8.0, +12.0]"),
-        ((UNSURE,), "can't tell, +0.0% [-20.0, +20.0]; this machine now shows 36% or more"),
-        ((EARLY,), "+10.0% [+8.0, +12.0] after 10 rounds; nothing is said before 12"),
+        ((UNSURE,), "can't tell, +0.0% [-20.0, +20.0]; only changes of 36% or more would show"),
+        ((EARLY,), "+10.0% [+8.0, +12.0] after 10 rounds; no verdict before 12 rounds"),
         (
             (replace(UNSURE, head=Change(-0.112, -0.14, -0.08), control=Change(0.02, -0.1, 0.173)),),
             "can't tell, -11.2% [-14.0, -8.0] is within the noise floor of 17.3%",
@@ -218,7 +218,7 @@ def test_a_confirmed_regression_fails_and_is_annotated_and_summed_up(
     ("runs", "said"),
     [
         ([[SAME], [IMPROVED]], "guard: passed"),
-        ([[SAME], [UNSURE]], "guard: passed, but nothing can be told of transformer"),
+        ([[SAME], [UNSURE]], "guard: passed, but inconclusive for transformer"),
         ([[UNSURE], [VOID, VOID]], "guard: inconclusive: nothing was measured well enough to tell"),
     ],
 )

@@ -364,7 +364,7 @@ def test_the_appendix_names_what_moves_a_number_and_what_stays_as_declared(
     (setup,), (bubble,) = ([each for each in lines if each.startswith(part)] for part in ("setup", "bubble"))
     assert setup.endswith("setup_place 0 to 3")
     assert bubble.endswith("link_bytes_per_s x2.65")
-    assert "As declared stay: memory_cap_bytes, link_latency_s" in lines[-1]
+    assert "Kept as declared: memory_cap_bytes, link_latency_s" in lines[-1]
     assert "link_bytes_per_s" in reproduction.settings_of("table3", "amoebanet")
 
 

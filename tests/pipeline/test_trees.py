@@ -59,7 +59,7 @@ def test_a_tree_is_put_together_as_it_was(name: str) -> None:
     assert len(parts) == 3
     assert all(flatten(part)[1] == structure for part in parts)
     assert str(merge(parts)) == str(tree)
-    doubled = flatten(change(tree, lambda tensor: tensor * 2, "it"))
+    doubled = flatten(change(tree, lambda tensor: tensor * 2, "the tree"))
     assert doubled[1] == structure
     assert torch.equal(doubled[0][0], tensors[0] * 2)
 
@@ -110,7 +110,7 @@ def test_what_cannot_travel_or_be_joined_again_is_named() -> None:
         merge([torch.tensor(1.0), torch.tensor(2.0)])
 
 
-def test_a_batch_is_split_into_views_along_its_tensors() -> None:
+def test_a_batch_is_split_into_views_along_the_first_dimension() -> None:
     x, ids = torch.arange(14).view(7, 2), torch.arange(7)
     parts = split({"x": x, "same": x, "ids": [ids, "text"], "n": 3}, 3)
     assert [len(part["x"]) for part in parts] == [3, 2, 2]

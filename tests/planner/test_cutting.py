@@ -19,7 +19,7 @@ from gpipe_bench.planner.steps import LayerTimes, LongSteps, QuickSteps, StageTi
 SLOW = Link("slow", 0.25, 4.0)
 SECONDS = st.integers(0, 8).map(lambda number: number / 4)
 SINGLE = [name for name, each in NAMED.items() if each.stages_per_worker == 1]
-TWICE = ["interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v"]
+TWO_STAGES_PER_WORKER = ["interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v"]
 
 
 def replayed_s(
@@ -103,7 +103,7 @@ REMATS = ("never", "except_last", "always", "blocks")
 
 
 @settings(max_examples=150)
-@given(st.one_of(cases(SINGLE, 1), cases(TWICE, 2)))
+@given(st.one_of(cases(SINGLE, 1), cases(TWO_STAGES_PER_WORKER, 2)))
 def test_a_cut_fits_and_takes_what_the_replay_says(case: tuple[Schedule, LayerTimes, Link, object]) -> None:
     """With one stage on each worker, a cut is found wherever one fits."""
     schedule, times, link, fits = case
@@ -144,7 +144,7 @@ def test_sixty_four_stages_of_a_thousand_layers_are_better_than_even_ones() -> N
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1"])
-def test_long_steps_are_what_two_shorter_ones_say(name: str) -> None:
+def test_long_steps_are_extrapolated_from_two_shorter_ones(name: str) -> None:
     def rows(number: int) -> Schedule:
         return named(name, 2, number, stages_per_worker=2 if name == "interleaved" else 1)
 
@@ -155,7 +155,7 @@ def test_long_steps_are_what_two_shorter_ones_say(name: str) -> None:
     assert long == pytest.approx(QuickSteps(rows(40)).makespan_s(*asked), rel=0.01)
 
 
-def test_halves_that_take_no_time_are_there() -> None:
+def test_half_a_backward_may_take_no_time() -> None:
     """A stage whose I takes 0 seconds was once treated as if its backward could not be split."""
     times = LayerTimes(SizeCosts(layers_s={"F": [1.0], "R": [1.0], "B": [2.0], "I": [0.0], "W": [0.5]}))
     assert times.stage(0, 1, "never").microbatch_s("never") == 1.5
@@ -164,15 +164,15 @@ def test_halves_that_take_no_time_are_there() -> None:
 
 
 def test_only_what_must_is_recomputed() -> None:
-    """Under 1F1B the first stage keeps three graphs, the last one; each worker has room for two."""
+    """Under 1F1B the first stage keeps three graphs, the last stage one; each worker has room for two."""
     times = LayerTimes(SizeCosts(layers_s={"F": [1.0] * 6, "R": [1.5] * 6, "B": [2.0] * 6}))
-    lasts = QuickSteps(named("1f1b", 3, 6)).makespan_s
+    makespan_s = QuickSteps(named("1f1b", 3, 6)).makespan_s
 
     def fits(worker: int, stages: tuple[range, ...], remat: tuple[str, ...]) -> bool:
         graphs = 1 if remat[0] == "always" else 3 - worker
         return graphs * len(stages[0]) <= 4
 
-    found = best_cut(named("1f1b", 3, 6), times, lasts, fits=fits, remats=REMATS[:3], looks=20)
+    found = best_cut(named("1f1b", 3, 6), times, makespan_s, fits=fits, remats=REMATS[:3], looks=20)
     assert found is not None
     assert (found.remat[1:], found.remat[0]) == (("never", "never"), "always")
-    assert best_cut(named("1f1b", 3, 6), times, lasts, fits=lambda *_: False) is None
+    assert best_cut(named("1f1b", 3, 6), times, makespan_s, fits=lambda *_: False) is None

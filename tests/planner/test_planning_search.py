@@ -70,7 +70,7 @@ def test_a_workers_bytes_are_those_of_the_memory_model(name: str, remat: str) ->
     )
     found = search.found(way, Cut(cut, choice, 1.0))
     profile = planned("plain").profile_of(way.microbatch_size, "float32", split_backward=True)
-    expected, supposed = (
+    as_engine, one_ahead = (
         pipeline_memory(
             profile.layers, profile.loss, cut,
             named(name, 2, 4, remat=choice, stages_per_worker=way.stages_per_worker), "adam",
@@ -79,8 +79,8 @@ def test_a_workers_bytes_are_those_of_the_memory_model(name: str, remat: str) ->
         for ahead in (Transport(), 1)
     )  # fmt: skip
     assert way.grid == Grid(2, 1)
-    assert [each.peak for each in found.memory] == [each.peak for each in expected]
-    assert [each.when for each in found.memory] == [each.when for each in supposed]
+    assert [each.peak for each in found.memory] == [each.peak for each in as_engine]
+    assert [each.when for each in found.memory] == [each.when for each in one_ahead]
 
 
 @pytest.mark.parametrize("shared", ["tied", "frozen"])
@@ -90,7 +90,7 @@ def test_a_workers_bytes_are_those_of_the_memory_model(name: str, remat: str) ->
 def test_a_tied_weight_takes_what_the_memory_model_says(
     name: str, workers: int, remat: str, optimizer: str, shared: str
 ) -> None:
-    """A worker has the weight and its state once, a gradient per use, and what the other owner sends."""
+    """A worker has the weight and its state once, a gradient per use, and one that the other owner sends."""
     request = replace(TWO, accelerators=workers, batch_size=8, optimizer=optimizer)
     search = search_of(request, Space(schedules=(name,)), shared)
     way = next(
@@ -112,7 +112,7 @@ def test_a_tied_weight_takes_what_the_memory_model_says(
 
 
 @pytest.mark.parametrize("grid", [Grid(2, 2), Grid(2, 1, 2, 2), Grid(2, 1, 2, 3)])
-def test_on_a_grid_what_fits_fits_and_little_is_given_away(grid: Grid) -> None:
+def test_on_a_grid_bytes_are_enough_and_at_most_a_fifth_too_many(grid: Grid) -> None:
     search = Search(costs_of(planned("tied")), REQUEST, Space())
     way, cut = Way(grid, "1f1b", 1, 4, 2), (range(4), range(4, 8))
     found = search.found(way, Cut(cut, ("never", "always"), 1.0))
@@ -162,7 +162,7 @@ def test_what_sends_most_is_nearest() -> None:
     assert Topology(request, Grid(1, 8)).ring("dp") == FAR
     inside = Topology(replace(request, cards=4), Grid(1, 2, 4, 2))
     assert (inside.ring("dp"), inside.ring("fsdp")) == (FAR, NEAR)
-    assert Topology(request, Grid(1, 1, 4, 2)).ring("fsdp") == NEAR  # of the first host alone
+    assert Topology(request, Grid(1, 1, 4, 2)).ring("fsdp") == NEAR  # inside the first host
     one = Topology(replace(request, hosts=1), Grid(2, 4))
     assert one.boundaries((0, 1, 1, 0)) == (NEAR, NEAR, NEAR)
 
@@ -187,12 +187,12 @@ def test_where_layers_are_timed_messages_and_sums_take_what_was_measured() -> No
     link, slow = Link("measured", 1e-5, 1e9, source="test"), Link("sums", 1e-3, 1e4, source="test")
     costs = replace(costs_of(model, (2, 4, 8)), link=link, sum_link=slow)
     asked = Request(accelerators=2, memory_bytes=2**30, batch_size=8, link=LINKS["loopback"])
-    both, other = Space(sharded=False), LINKS["nvlink4"]
-    here = plan(model, asked, space=both, costs=costs)
+    space, other = Space(sharded=False), LINKS["nvlink4"]
+    here = plan(model, asked, space=space, costs=costs)
     assert here.request.link == link
     assert here.best.candidate.grid.dp == 1  # sums are dear
-    without = plan(model, asked, space=both, costs=replace(costs, sum_link=None))
+    without = plan(model, asked, space=space, costs=replace(costs, sum_link=None))
     assert without.best.candidate.grid.dp == 2
-    named_one = plan(model, replace(asked, link=other), space=both, costs=costs)
+    named_one = plan(model, replace(asked, link=other), space=space, costs=costs)
     assert named_one.request.link == other
     assert named_one.best.candidate.grid.dp == 2

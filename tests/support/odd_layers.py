@@ -11,7 +11,7 @@ from gpipe_bench.pipeline import Pipeline
 
 
 class Add(nn.Module):
-    """Adds the two tensors that a portal brings to its layer."""
+    """Adds a layer's input and the tensor of an earlier layer: `Pop` gives its layer this pair."""
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         return pair[0] + pair[1]
@@ -26,7 +26,7 @@ class OverwritesOne(nn.Module):
 
 
 class Picky(nn.Module):
-    """Uses one weight only for some inputs, and another never."""
+    """Uses one of its weights only for inputs whose mean exceeds 5, another never."""
 
     def __init__(self) -> None:
         super().__init__()

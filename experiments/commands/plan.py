@@ -45,7 +45,7 @@ WORDS = {
 }  # fmt: skip
 """Words for what is recomputed, by kind of re-materialization."""
 TOO_CLOSE = 0.03
-"""Of steps that differ by less, either may be faster: half of 63 predictions were off by 1.9 % or more."""
+"""Of steps that differ by less, either may be faster: half of 61 predictions were off by 1.7 % or more."""
 
 
 def options(verb: argparse.ArgumentParser) -> None:

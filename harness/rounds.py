@@ -6,25 +6,27 @@ new random order, there and back, and only numbers of the same round are compare
     round 1   A B C   C B A
     round 2   C A B   B A C
 
-A program became slower if the median over rounds of the ratio *within* a round, with a bootstrap interval
-over rounds, is beyond `THRESHOLD`. A second process of the old version, the control, must agree with the
-first: if identical code differs, nothing is proven. The intervals are computed up to three times, after fixed
-numbers of rounds; looking at any time would raise false alarms.
+A program became slower if the ratio of its time to the old version's is beyond `THRESHOLD` with its whole
+interval, over trials in fresh processes. A second process of the old version, the control, must agree with
+the first: if identical code differs, nothing is proven. The intervals are computed up to three times, after
+fixed numbers of trials; looking at any time would raise false alarms.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from .paper import show
-from .record import Metric, Record, median_interval
+from .record import Metric, Record
 
 SAMPLE_S = 0.05
 """Least seconds of a sample: shorter ones measure the operating system's scheduler."""
@@ -199,24 +201,23 @@ Verdict = Literal["regression", "improved", "same", "inconclusive", "contaminate
 ARMS = ("base", "head", "control")
 
 THRESHOLD = 0.03  # least change that counts; smaller ones follow the layout of code in memory
-LOOKS = (12, 48, 192)  # rounds after which intervals are computed; four times as many halve an interval
+LOOKS = (8, 32, 128)  # trials after which intervals are computed; four times as many halve an interval
 CONFIDENCE = 0.984  # of one look: three together err no more often than one at 95 %
-MAX_RUNS = 4  # of one benchmark: a run, its confirmation, and one more for each if contaminated
-
-MARGIN, CPU_MARGIN = 1.5, 2.0
-"""A regression must exceed so many times the difference of identical code, in wall time or, if that is
-inconclusive, in CPU time. In simulations the same code then fails less than once in a hundred."""
 
 
 class Sample(NamedTuple):
-    """Seconds of one step: wall time, and CPU time over all threads."""
+    """Seconds of one step: wall time, and CPU time over all threads, if that is known."""
 
     wall_s: float
-    cpu_s: float
+    cpu_s: float | None = None
 
 
 Round = Mapping[str, Sequence[Sample]]
 """The samples of each arm in one round, there and back."""
+
+Trial = Sequence[Round]
+"""The rounds of one trial. Every trial has fresh processes: two of the same code differ for as long as they
+live, by where their memory lies, and no number of rounds shows that."""
 
 
 @dataclass(frozen=True)
@@ -230,160 +231,103 @@ class Change:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Result of one run of a benchmark. Changes are against the base."""
+    """Result of the trials of a benchmark."""
 
     verdict: Verdict
-    rounds: int
-    confidence: float
-    head: Change
-    control: Change
-    cpu: Change  # the head's CPU time, which does not include waiting
-    control_cpu: Change
+    trials: int
+    head: Change  # against both arms of the base
+    control: Change  # the base against itself
+    cpu: Change | None  # the head's CPU time, which does not include waiting
     base_s: float  # median seconds per step
     head_s: float
-    out_of_time: bool = False  # inconclusive because time ran out before the last look
-
-    @property
-    def noise_floor(self) -> float:
-        """How far identical code seemed to differ: the further end of the control's interval."""
-        return max(abs(self.control.low), abs(self.control.high))
+    by_cpu: bool = False  # wall time tells nothing, and CPU time decides
+    out_of_time: bool = False  # time ran out before the last look
 
     @property
     def smallest_detectable(self) -> float:
-        """The slow-down that such a run detects four times in five: its lower bound, half an interval below
+        """The slow-down that such trials detect four times in five: its lower bound, half an interval below
         an estimate that itself varies, must exceed the threshold.
         """
         half = (math.log1p(self.head.high) - math.log1p(self.head.low)) / 2
-        quantile = statistics.NormalDist().inv_cdf((1 + self.confidence) / 2)
+        quantile = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
         power = statistics.NormalDist().inv_cdf(0.8)
         return math.expm1(math.log1p(THRESHOLD) + half * (1 + power / quantile))
 
 
-def run_rounds(
-    sample: Callable[[str], Sample],
-    seed: str,
-    *,
-    looks: Sequence[int] = LOOKS,
-    deadline_s: float = math.inf,
-    clock_s: Callable[[], float] = time.monotonic,
-) -> tuple[Judgement, list[Round]]:
-    """Runs rounds until a look ends the run, or the last look; `sample(arm)` takes one sample.
+def judge(trials: Sequence[Trial], *, is_last: bool = False, is_counted: bool = False) -> Judgement:
+    """The verdict on these trials; below the first look they tell nothing.
 
-    A look ends the run with a verdict, or with a contaminated control, except at the first look, where that
-    may be chance.
+    Args:
+        is_last: no more trials follow, so CPU time decides if wall time tells nothing
+        is_counted: exact counters are equal, so equal CPU time is enough for "same"; it can't see waiting
 
-    After `deadline_s` no round begins, and the rounds so far are judged. With fewer rounds than the first
-    look needs the run is inconclusive; two rounds are run in any case.
+    Raises ValueError for no trial, and for a sample that took no time.
     """
-    rounds: list[Round] = []
-    order_of = orders(ARMS, seed)
-    for look in looks:
-        while len(rounds) < look and (len(rounds) < 2 or clock_s() < deadline_s):
-            taken: dict[str, list[Sample]] = {arm: [] for arm in ARMS}
-            for arm in next(order_of):
-                taken[arm].append(sample(arm))
-            rounds.append(taken)
-        judgement = judge(rounds)
-        if len(rounds) < looks[0]:
-            judgement = replace(judgement, verdict="inconclusive")
-        if len(rounds) < look:
-            return replace(judgement, out_of_time=judgement.verdict == "inconclusive"), rounds
-        by_chance = judgement.verdict == "contaminated" and look == looks[0]
-        if judgement.verdict != "inconclusive" and not by_chance:
-            break
-    return judgement, rounds
-
-
-def judge(rounds: Sequence[Round], confidence: float = CONFIDENCE) -> Judgement:
-    """The verdict on these rounds. Raises ValueError below two rounds, and for a sample that took no time."""
-    head, control, cpu, control_cpu = (
-        change(log_ratios(rounds, arm, metric), confidence)
-        for metric in ("wall_s", "cpu_s")
-        for arm in ("head", "control")
+    if not trials:
+        raise ValueError("no trial was measured; give at least 1")
+    head, control = (change([log_ratio(trial, arm) for trial in trials]) for arm in ("head", "control"))
+    rounds = [pair for trial in trials for pair in trial]
+    base_s, head_s = (
+        statistics.median(sample.wall_s for pair in rounds for arm in arms for sample in pair[arm])
+        for arms in (("base", "control"), ("head",))
     )
-    seconds = {arm: statistics.median(each.wall_s for pair in rounds for each in pair[arm]) for arm in ARMS}
-    judged = Judgement(
-        "contaminated", len(rounds), confidence, head, control, cpu, control_cpu, seconds["base"],
-        seconds["head"],
-    )  # fmt: skip
+    judged = Judgement("inconclusive", len(trials), head, control, None, base_s, head_s)
+    verdict: Verdict = verdict_of(head, control)
+    if trials[0][0]["base"][0].cpu_s is not None:
+        cpu, again = (
+            change([log_ratio(trial, arm, "cpu_s") for trial in trials]) for arm in ("head", "control")
+        )
+        judged = replace(judged, cpu=cpu)
+        by_cpu = verdict_of(cpu, again)
+        tells = by_cpu == "regression" or (by_cpu == "same" and is_counted)
+        if is_last and tells and verdict in ("inconclusive", "contaminated"):
+            judged, verdict = replace(judged, by_cpu=True), by_cpu
+    return judged if len(trials) < LOOKS[0] else replace(judged, verdict=verdict)
+
+
+def log_ratio(trial: Trial, arm: str, metric: str = "wall_s") -> float:
+    """The median over the rounds of a trial of the head's logarithm of time minus the mean of both arms of
+    the base, or of the control's minus the base's.
+    """
+
+    def of(pair: Round, arm: str) -> float:
+        return level([getattr(sample, metric) for sample in pair[arm]], f"{metric} of {arm}")
+
+    others = ("base",) if arm == "control" else ("base", "control")
+    return statistics.median(
+        of(pair, arm) - statistics.fmean(of(pair, other) for other in others) for pair in trial
+    )
+
+
+def change(ratios: Sequence[float]) -> Change:
+    """Hodges and Lehmann's estimate of log-ratios, the median of the means of all pairs, and the interval of
+    Wilcoxon's signed-rank test at `CONFIDENCE`, as relative changes. Processes need not differ normally.
+    Below 7 ratios the interval is their range.
+    """
+    means = sorted((a + b) / 2 for a, b in itertools.combinations_with_replacement(ratios, 2))
+    skipped = _outside(len(ratios))
+    return Change(*map(math.expm1, (statistics.median(means), means[skipped], means[-1 - skipped])))
+
+
+@functools.cache
+def _outside(count: int) -> int:
+    """How many of the means of pairs lie below the interval: by the distribution of the sum of the ranks of
+    positive numbers, where each of `count` numbers is as likely to be negative.
+    """
+    ways = [1]  # by their sum, the choices of ranks
+    for rank in range(1, count + 1):
+        ways = [a + b for a, b in zip([*ways, *[0] * rank], [*[0] * rank, *ways], strict=True)]
+    error = (1 - CONFIDENCE) / 2 * 2**count
+    return max(0, bisect.bisect_right(list(itertools.accumulate(ways)), error) - 1)
+
+
+def verdict_of(head: Change, control: Change) -> Verdict:
+    """The verdict of an interval; nothing is proven if identical code differs."""
     if not control.low <= 0 <= control.high:
-        return judged
-    return replace(judged, verdict=verdict_of(head, judged.noise_floor))
-
-
-def log_ratios(rounds: Sequence[Round], arm: str, metric: str = "wall_s") -> list[float]:
-    """For each round, the mean logarithm of the arm's samples minus that of the base's."""
-
-    def level_of(each: Round, arm: str) -> float:
-        return level([getattr(sample, metric) for sample in each[arm]], f"{metric} of {arm}")
-
-    return [level_of(each, arm) - level_of(each, "base") for each in rounds]
-
-
-def change(ratios: Sequence[float], confidence: float) -> Change:
-    """Median of log-ratios with its bootstrap interval, as a relative change."""
-    interval = median_interval(ratios, confidence)
-    if interval is None:
-        raise ValueError(f"{len(ratios)} rounds have no interval; measure at least 2")
-    return Change(*map(math.expm1, (statistics.median(ratios), *interval)))
-
-
-def verdict_of(head: Change, noise_floor: float = 0.0) -> Verdict:
-    """The verdict of an interval. An improvement must exceed the noise floor: no second run confirms it."""
+        return "contaminated"
     slower, faster = THRESHOLD, 1 / (1 + THRESHOLD) - 1
     if head.low > slower:
         return "regression"
-    if head.high < min(faster, 1 / (1 + noise_floor) - 1):
+    if head.high < faster:
         return "improved"
-    if faster <= head.low and head.high <= slower:
-        return "same"
-    return "inconclusive"
-
-
-def differs_from_itself(runs: Sequence[Judgement], *, cpu: bool = False) -> float:
-    """The largest difference of identical code in these runs, contaminated ones too: two processes differ for
-    as long as they live, by where their memory lies.
-    """
-    return max(abs((run.control_cpu if cpu else run.control).value) for run in runs)
-
-
-def confirmed(runs: Sequence[Judgement]) -> bool:
-    """Whether the last two valid runs found a regression, each well above the differences of identical code
-    in all runs.
-    """
-    last = [run for run in runs if run.verdict != "contaminated"][-2:]
-    least = MARGIN * differs_from_itself(runs) if last else math.inf
-    return twice([run.verdict for run in runs]) and all(run.head.low > least for run in last)
-
-
-def by_processor_time(runs: Sequence[Judgement], *, is_counted: bool) -> Literal["regression", "same", ""]:
-    """The verdict by CPU time if wall time in the last two runs was inconclusive: a regression, or "same" if
-    exact counters agree (`is_counted`); else "".
-    """
-    last, verdicts = runs[-2:], [run.verdict for run in runs[-2:]]
-    if len(last) < 2 or "contaminated" not in verdicts or {*verdicts} - {"contaminated", "inconclusive"}:
-        return ""
-    noise = differs_from_itself(runs, cpu=True)
-    if all(run.cpu.low > max(THRESHOLD, CPU_MARGIN * noise) for run in last):
-        return "regression"
-    is_same = noise <= THRESHOLD and all(verdict_of(run.cpu) == "same" for run in last)
-    return "same" if is_same and is_counted else ""
-
-
-def twice(verdicts: Sequence[Verdict]) -> bool:
-    """Whether the last two valid runs found a regression of any size."""
-    proven = [verdict for verdict in verdicts if verdict != "contaminated"]
-    return proven[-2:] == ["regression", "regression"]
-
-
-def needs_another_run(verdicts: Sequence[Verdict]) -> bool:
-    """Whether to run again: a first regression needs a second, a contaminated run a valid one, once, or until
-    a regression is confirmed.
-    """
-    if not verdicts:
-        return True
-    if len(verdicts) >= MAX_RUNS or twice(verdicts):
-        return False
-    if verdicts[-1] == "contaminated":
-        return "regression" in verdicts or verdicts.count("contaminated") < 2
-    return verdicts[-1] == "regression"
+    return "same" if faster <= head.low and head.high <= slower else "inconclusive"

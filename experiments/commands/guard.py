@@ -1,8 +1,8 @@
 """`guard`: exact counters against the committed file, and timed benchmarks against a base revision.
 
 With `--benchmarks` or `--command` what is timed is somebody else's, in any repository. Exit status 0:
-counters equal and no confirmed regression, also where nothing could be told (1 with `--require-conclusive`);
-1: counters differ or a regression was confirmed; 2: bad usage, or a command failed; 3: a benchmark failed.
+counters equal and no regression, also where nothing could be told (1 with `--require-conclusive`);
+1: counters differ or a regression was found; 2: bad usage, or a command failed; 3: a benchmark failed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     several = partial(add, action="append", default=[])
     several("--only", metavar="BENCHMARK", help="time only this one; may be repeated")
     seconds = partial(add, type=float, metavar="S")
-    seconds("--budget-s", default=BUDGET_S, help="time for all rounds; default: %(default)g")
+    seconds("--budget-s", default=BUDGET_S, help="time for all trials; default: %(default)g")
     add(
         "--markdown", type=Path, metavar="FILE",
         help="also add the result to this file, as to a job's summary",
@@ -107,7 +107,7 @@ def _run(arguments: argparse.Namespace, say: Say) -> int:
     is_equal = check_counters(arguments, say) if is_own else True
     is_counted = is_own and is_equal
     findings = check_time(arguments, subject, say, is_counted=is_counted) if arguments.base else []
-    failed = not is_equal or any(finding.confirmed for finding in findings)
+    failed = not is_equal or any(finding.is_slower for finding in findings)
     last = ending(failed, findings)
     if not failed and arguments.require_conclusive and not all(finding.is_told for finding in findings):
         failed = True
@@ -231,13 +231,13 @@ def check_time(
             subject, base.path, SEED, control=control.path, is_counted=is_counted,
             budget_s=arguments.budget_s, tell=say,
         )  # fmt: skip
-    if not any(finding.runs or finding.lacking for finding in findings):
+    if not any(finding.trials or finding.lacking for finding in findings):
         raise WorkerError("; ".join(finding.conclusion() for finding in findings))
     say(f"\n{table(findings).text()}\n\n{fill(LEGEND)}\n")
     for finding in findings:
         said = finding.conclusion()
         say(said)
-        if finding.confirmed or finding.failed:
+        if finding.is_slower or finding.failed:
             annotate("error", said)
         elif not finding.is_told or finding.lacking or finding.notes:
             annotate("warning", said)

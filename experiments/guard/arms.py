@@ -116,7 +116,7 @@ class CommandArm:
 
         Raises ValueError, with the revision, for a run that fails, hangs, or prints no number.
         """
-        command, before_s = self.command, _children_s()
+        command = self.command
         what = f"--command {command.line!r} of {self._where}"
         said = _said(
             what, command.line, command.timeout_s, "; --timeout-s gives it more",
@@ -127,8 +127,7 @@ class CommandArm:
             number = command.number(said)
         except ValueError as error:
             raise ValueError(f"{what} {error}") from error
-        cpu_s = max(_children_s() - before_s, 1e-6)
-        return Sample(1 / number if command.higher_is_better else number, cpu_s)
+        return Sample(1 / number if command.higher_is_better else number)
 
 
 def check_numbers(numbers: Mapping[str, Sequence[float]], command: Command) -> None:
@@ -159,14 +158,6 @@ def _value(text: str) -> float:
     if _THOUSANDS.fullmatch(text):
         return float(text.replace(",", ""))
     return float(text.replace(",", ".") if "." not in text else text)
-
-
-def _children_s() -> float:
-    """CPU time of this process's children that have ended."""
-    import resource  # not on Windows
-
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _said(
@@ -266,20 +257,23 @@ def benchmarks_of(subject: Subject) -> list[str]:
 
 
 @contextmanager
-def arms_of(subject: Subject, base: Path, control: Path | None = None) -> Iterator[dict[str, Any]]:
-    """The arms by name, each an `Arm` in a fresh process or a `CommandArm`, ended and cleaned up after the
-    block. `control` is a second checkout of the base, if any. Raises WorkerError if a revision can't be
-    loaded.
+def arms_of(
+    subject: Subject, base: Path, control: Path | None = None, order: Sequence[str] = ARMS
+) -> Iterator[dict[str, Any]]:
+    """The arms by name, each an `Arm` in a fresh process or a `CommandArm`, started in this order, ended and
+    cleaned up after the block. `control` is a second checkout of the base, if any. Raises WorkerError if a
+    revision can't be loaded.
     """
     trees = {"base": base, "head": subject.root, "control": control or base}
+    named = {"base": "base", "head": "head", "control": "base"}  # in messages
     if subject.command is not None:
         yield {
-            name: CommandArm(name, trees[name], subject.command, subject.modules(trees[name]))
-            for name in ARMS
+            name: CommandArm(named[name], trees[name], subject.command, subject.modules(trees[name]))
+            for name in order
         }
         return
     with tempfile.TemporaryDirectory(prefix="guard-") as folder, ExitStack() as stack:
-        arms = {name: Arm(name, trees[name], subject, folder, stack) for name in ARMS}
+        arms = {name: Arm(named[name], trees[name], subject, folder, stack) for name in order}
         for arm in arms.values():
             arm.receive(START_S)
         yield arms

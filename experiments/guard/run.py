@@ -1,96 +1,104 @@
-"""One run of the guard, which compares the speed of two revisions. It measures every benchmark, and again in
-fresh processes where a result has to be confirmed: two processes of the same code may differ for as long as
-they live, by their memory's layout. It prints a table with a line for each run, and a sentence per benchmark.
+"""One run of the guard, which compares the speed of two revisions. Every trial starts fresh processes in a
+random order: two processes of the same code differ for as long as they live, by their memory's layout, and
+also by which started first. A run prints a table with a line, and a sentence, for each benchmark.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import (
     ARMS,
-    CPU_MARGIN,
     LOOKS,
-    MARGIN,
     SAMPLE_S,
     THRESHOLD,
     Change,
     Judgement,
-    Verdict,
-    by_processor_time,
-    confirmed,
-    differs_from_itself,
-    needs_another_run,
+    Round,
+    Sample,
+    Trial,
+    judge,
+    orders,
     repeats_for,
-    run_rounds,
-    twice,
-    verdict_of,
 )
 
 from .arms import Arm, Built, Command, CommandArm, Subject, WorkerError, arms_of, check_numbers
 
 BUDGET_S = 150.0  # seconds for all timing, so that a run takes at most three minutes
-FIRST_SHARE = 0.6  # of the budget, for first runs; the rest is for confirming runs
-AGAIN_S = 20.0  # seconds that a further run needs; half of them start processes
+ROUNDS = 4  # of a trial, whose processes differ by more than its rounds
+LONG_S = 0.2  # seconds of a step so long that one round is enough
 CALIBRATION_SAMPLES = 4
 
 HEADERS = (
     "benchmark", "verdict", "base", "head", "head against base", "base against itself", "processor time",
-    "rounds", "noise floor", "detects",
+    "trials", "detects",
 )  # fmt: skip
 
 LEGEND = f"""\
-Changes of the time per step, or of a command's number, with their intervals; + is worse. A regression lies
-above +{THRESHOLD:.0%} with its whole interval, and fails only if fresh processes confirm it and it exceeds
-{MARGIN:g} times the base's largest difference from itself. `base against itself` is the control: if
-its interval excludes 0, the run proves nothing (contaminated). Noise floor: how far that interval reaches;
-what looks like an improvement within it is none. Detects: the slow-down that a run this noisy finds four
-times in five. Processor time can't see waiting; it decides only where wall time is contaminated and two runs
-agree: that the head is slower, by {CPU_MARGIN:g} times what the base differs from itself, or, where exact
-counters are equal, the same."""
+Changes of the time per step, or of a command's number, with their intervals over trials; + is worse. Every
+trial has fresh processes. A regression lies above +{THRESHOLD:.0%} with its whole interval. `base against
+itself` is the control: if its interval excludes 0, the trials prove nothing (contaminated). Detects: the
+slow-down that trials this noisy find four times in five. Processor time can't see waiting; it decides only
+where wall time tells nothing: that the head is slower, or, where exact counters are equal, the same."""
 
 
 @dataclass
 class Finding:
-    """Results of all runs of one benchmark, in order."""
+    """Results of all trials of one benchmark, in order."""
 
     benchmark: str
-    runs: list[Judgement] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    judgement: Judgement | None = None
     notes: list[str] = field(default_factory=list)
     command: Command | None = None  # the command whose number is measured; None: steps are timed
     is_counted: bool = False  # exact counters are equal for both revisions
     lacking: str = ""  # what the base lacks: the benchmark is new and not timed
     failed: str = ""  # why a revision could not run it
+    repeats: int = 0  # steps of a sample
+    num_rounds: int = ROUNDS
+    last_s: float = 0.0  # seconds of the last trial
+    used_s: float = 0.0  # and of all
 
     @property
-    def verdicts(self) -> list[Verdict]:
-        return [run.verdict for run in self.runs]
+    def is_open(self) -> bool:
+        """Whether more trials can tell more."""
+        if self.lacking or self.failed:
+            return False
+        return self.judgement is None or not (self.is_told or self.is_slower or self.at_last_look)
 
     @property
-    def confirmed(self) -> bool:
-        """A regression in two consecutive runs and beyond the noise, which fails the guard."""
-        return confirmed(self.runs) or self.by_processor_time == "regression"
+    def at_last_look(self) -> bool:
+        return len(self.trials) >= LOOKS[-1]
 
     @property
-    def by_processor_time(self) -> str:
-        """The verdict by CPU time, if wall time is inconclusive."""
-        return by_processor_time(self.runs, is_counted=self.is_counted)
+    def is_slower(self) -> bool:
+        """A regression, which fails the guard."""
+        return self.judgement is not None and self.judgement.verdict == "regression"
 
     @property
     def is_told(self) -> bool:
-        """Whether it passes: it is new, or the last run, or processor time, says that it is not slower."""
-        if self.lacking or self.by_processor_time == "same":
-            return not self.failed
-        return bool(self.runs) and not self.failed and self.verdicts[-1] in ("same", "improved")
+        """Whether it passes: it is new, or not slower."""
+        told = self.judgement is not None and self.judgement.verdict in ("same", "improved")
+        return not self.failed and (bool(self.lacking) or told)
+
+    def judge(self, *, out_of_time: bool = False) -> Judgement:
+        """Looks at the trials so far."""
+        is_last = out_of_time or self.at_last_look
+        judged = judge(self.trials, is_last=is_last, is_counted=self.is_counted)
+        late = out_of_time and judged.verdict in ("inconclusive", "contaminated")
+        self.judgement = replace(judged, out_of_time=late)
+        return self.judgement
 
     def level(self, value: float) -> str:
-        """A run's `base_s` or `head_s` as text: in ms, or the command's number, which is kept there too."""
+        """`base_s` or `head_s` as text: in ms, or the command's number, which is kept there too."""
         if self.command is None:
             return f"{1e3 * value:.2f} ms"
         return f"{1 / value if self.command.higher_is_better else value:.6g}"
@@ -101,45 +109,37 @@ class Finding:
             return f"{self.benchmark}: failed: {self.failed}"
         if self.lacking:
             return f"{self.benchmark}: new, not timed: {self.lacking}"
-        last = self.runs[-1]
-        head, slower = show(last.head), "worse" if self.command else "slower"
-        if self.by_processor_time == "regression":
-            what = f"slower by {show(last.cpu)} in processor time, in two runs whose wall time tells nothing"
-        elif self.by_processor_time:
-            what = f"same, {show(last.cpu)} in processor time in two runs, and the exact counters are equal"
-        elif self.confirmed:
-            what = f"{slower} by {head}, in two runs one after the other"
-        elif twice(self.verdicts):
-            itself = differs_from_itself(self.runs)
-            what = f"can't tell, {slower} by {head}: the base differs from itself by {itself:.1%}"
-        elif last.verdict == "regression":
-            what = f"{slower} by {head}, not confirmed"
-        elif "regression" in self.verdicts:
-            what = f"a regression was not confirmed; then {last.verdict}, {head}"
-        elif last.verdict == "contaminated":
-            what = f"nothing proven: the base differs from itself by {show(last.control)}"
-        elif last.verdict == "inconclusive" and verdict_of(last.head) == "improved" and not last.out_of_time:
-            what = f"can't tell, {head} is within the noise floor of {last.noise_floor:.1%}"
-        elif last.rounds < LOOKS[0]:
-            what = f"{head} after {last.rounds} rounds; no verdict before {LOOKS[0]} rounds"
-        elif last.verdict == "inconclusive":
-            what = f"can't tell, {head}; only changes of {last.smallest_detectable:.0%} or more would show"
+        if self.judgement is None:
+            return f"{self.benchmark}: not timed"
+        found, slower = self.judgement, "worse" if self.command else "slower"
+        head, over = show(found.head), f"over {found.trials} trial{'s'[: found.trials > 1]}"
+        if found.by_cpu and found.cpu:
+            what = f"{slower} by" if self.is_slower else "same, as exact counters are,"
+            what += f" {show(found.cpu)} by processor time {over}"
+        elif found.verdict == "regression":
+            what = f"{slower} by {head} {over}"
+        elif found.trials < LOOKS[0]:
+            what = f"{head} {over}; no verdict before {LOOKS[0]} trials"
+        elif found.verdict == "contaminated":
+            what = f"nothing proven {over}: the base differs from itself by {show(found.control)}"
+        elif found.verdict == "inconclusive":
+            least = found.smallest_detectable
+            what = f"can't tell, {head} {over}; only changes of {least:.0%} or more would show"
         else:
-            what = f"{last.verdict}, {head}"
-        late = ["out of time: --budget-s gives more"] if last.out_of_time else []
+            what = f"{found.verdict}, {head} {over}"
+        late = ["out of time: --budget-s gives more"] if found.out_of_time else []
         return "; ".join([f"{self.benchmark}: {what}", *self.notes, *late])
 
     def as_data(self) -> dict[str, Any]:
         """The result as plain data."""
-        runs = [
-            {**asdict(run), "noise_floor": run.noise_floor, "smallest_detectable": run.smallest_detectable}
-            for run in self.runs
-        ]
-        for run in runs if self.command else ():
-            run |= {f"{arm}_number": float(self.level(run.pop(f"{arm}_s"))) for arm in ("base", "head")}
+        found: dict[str, Any] = {}
+        if self.judgement is not None:
+            found = {**asdict(self.judgement), "smallest_detectable": self.judgement.smallest_detectable}
+            for arm in ("base", "head") if self.command else ():
+                found[f"{arm}_number"] = float(self.level(found.pop(f"{arm}_s")))
         return {
-            "benchmark": self.benchmark, "confirmed": self.confirmed, "new": bool(self.lacking),
-            "failed": self.failed, "notes": self.notes, "runs": runs,
+            "benchmark": self.benchmark, "new": bool(self.lacking), "failed": self.failed,
+            "notes": self.notes, **found,
         }  # fmt: skip
 
 
@@ -156,101 +156,125 @@ def guard(
     """Compares the work tree in `subject` with the checkout `base`; a command needs a second one, `control`.
     `is_counted` says that exact counters are equal. A benchmark that can't run has failed, or is new if only
     the base lacks it.
+
+    A trial begins if it seems to end within `budget_s`; the first of each benchmark always does.
     """
-    begun_s = time.monotonic()
-    deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
+    begun_s, starting_s = time.monotonic(), 0.0
     findings = [Finding(name, command=subject.command, is_counted=is_counted) for name in subject.benchmarks]
-    while pending := [
-        each for each in findings if not (each.lacking or each.failed) and needs_another_run(each.verdicts)
-    ]:
-        if pending[0].runs and time.monotonic() + AGAIN_S > deadline_s:
-            for finding in pending:
-                finding.notes.append("no time left to measure again")
+    for index in itertools.count():
+        now_s = time.monotonic()
+        left_s = begun_s + budget_s - now_s
+        pending = [finding for finding in findings if finding.is_open]
+        # By the time that they have used, so that a slow benchmark leaves the others theirs.
+        chosen = [each for each in pending if each.used_s * len(pending) <= now_s - begun_s]
+        while any(e.trials for e in chosen) and starting_s + sum(e.last_s for e in chosen) > left_s:
+            chosen.remove(max(chosen, key=lambda each: each.last_s))
+        if not chosen:
             break
-        with arms_of(subject, base, control) as arms:  # head, base and control
-            for index, finding in enumerate(pending):
-                # Benchmarks share the remaining time evenly, so that all get some on a busy machine.
-                now_s, until_s = time.monotonic(), deadline_s if finding.runs else first_deadline_s
-                end_s = now_s + (until_s - now_s) / (len(pending) - index)
-                run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
+        with arms_of(subject, base, control, shuffled(f"{seed} {index}")) as arms:  # head, base and control
+            starting_s = time.monotonic() - now_s
+            for finding in chosen:
                 try:
-                    if subject.command:
-                        judgement = measure_command(arms, finding, run_seed, deadline_s=end_s)
-                    else:
-                        judgement = measure(arms, finding, run_seed, subject, deadline_s=end_s)
+                    add_trial(finding, arms, seed, subject)
                 except WorkerError as error:
                     finding.lacking = str(error).splitlines()[0] if error.lacks else ""
                     finding.failed = "" if error.lacks else str(error)
                     tell(finding.conclusion())
                     break  # its processes may have ended: new ones run the others
-                finding.runs.append(judgement)
-                tell(f"{finding.benchmark}, run {len(finding.runs)}: {judgement.verdict}")
+                if len(finding.trials) in LOOKS:
+                    found = finding.judge()
+                    tell(f"{finding.benchmark}, {found.trials} trials: {found.verdict}")
+    for finding in pending:
+        if finding.trials:
+            finding.judge(out_of_time=True)
     return findings
 
 
+def shuffled(seed: str) -> list[str]:
+    """The arms in a random order."""
+    return random.Random(seed).sample(ARMS, len(ARMS))
+
+
+def add_trial(finding: Finding, arms: Mapping[str, Any], seed: int, subject: Subject) -> None:
+    """Measures one trial. Raises as `measure` and `measure_command`."""
+    begun_s, seed_of_trial = time.monotonic(), f"{seed} {finding.benchmark} {len(finding.trials)}"
+    if subject.command:
+        measure_command(arms, finding, seed_of_trial)
+    else:
+        measure(arms, finding, seed_of_trial, subject)
+    finding.last_s = time.monotonic() - begun_s
+    finding.used_s += finding.last_s
+
+
 def measure(
-    arms: Mapping[str, Arm],
-    finding: Finding,
-    seed: str,
-    subject: Subject,
-    *,
-    looks: Sequence[int] = LOOKS,
-    sample_s: float = SAMPLE_S,
-    deadline_s: float = math.inf,
-) -> Judgement:
-    """Measures a benchmark once. A sample has as many steps as the base runs in `sample_s`.
+    arms: Mapping[str, Arm], finding: Finding, seed: str, subject: Subject, *, sample_s: float = SAMPLE_S
+) -> None:
+    """Measures a trial of a benchmark. A sample has as many steps as the base runs in `sample_s`.
 
     Raises WorkerError if a revision can't run the benchmark (`lacks`: the base does not have it), and
     ValueError if a compiled module that `--build` has not built would be timed.
     """
     name = finding.benchmark
-    built: dict[str, Built] = {}
-    for arm in ("head", "base", "control"):
+    built, lacking = dict[str, Built](), None
+    for arm in shuffled(seed):
         try:
             built[arm] = arms[arm].build(name)
         except WorkerError as error:
             error.lacks = error.lacks and arm != "head"
-            raise
+            if not error.lacks:
+                raise
+            lacking = error  # but is new only if the head can run it
+            continue
         if built[arm].compiled and not subject.build:
             raise ValueError(
                 f"{name} runs {built[arm].compiled[0]}, which is compiled; --build COMMAND builds it in the "
                 "base's checkout and in the working tree, or a stale one would be timed"
             )
+    if lacking:
+        raise lacking
     before, now = built["base"].result, built["head"].result
     differ = before is not None and now is not None and not math.isclose(before, now, rel_tol=1e-4)
     if differ and not finding.notes:
         finding.notes.append(f"computes something else: what it returns was {before:.6g} and is {now:.6g}")
-    steps_s = [arms["base"].sample(name, 1).wall_s for _ in range(CALIBRATION_SAMPLES)]
-    repeats = repeats_for(steps_s, sample_s)
-    sample = lambda arm: arms[arm].sample(name, repeats)  # noqa: E731
-    return run_rounds(sample, seed, looks=looks, deadline_s=deadline_s)[0]
+    if not finding.repeats:
+        steps_s = [arms["base"].sample(name, 1).wall_s for _ in range(CALIBRATION_SAMPLES)]
+        finding.repeats = repeats_for(steps_s, sample_s)
+        finding.num_rounds = ROUNDS if min(steps_s) < LONG_S else 1
+    sample = lambda arm: arms[arm].sample(name, finding.repeats)  # noqa: E731
+    in_turn = itertools.islice(orders(ARMS, seed), finding.num_rounds)
+    finding.trials.append([taken(sample, order) for order in in_turn])
 
 
-def measure_command(
-    arms: Mapping[str, CommandArm], finding: Finding, seed: str, *, deadline_s: float = math.inf
-) -> Judgement:
-    """Measures a command once. A sample is one run of the command. Raises ValueError if its number can't be
-    used.
+def measure_command(arms: Mapping[str, CommandArm], finding: Finding, seed: str) -> None:
+    """Measures a trial of a command: a round, in which every sample is a run of it. Raises ValueError if its
+    number can't be used.
     """
-    first = {name: [arm.sample().wall_s] for name, arm in arms.items()}  # fills caches, is not counted
-    check_numbers(first, arms["base"].command)
-    judgement, rounds = run_rounds(lambda arm: arms[arm].sample(), seed, deadline_s=deadline_s)
-    numbers = {arm: [sample.wall_s for taken in rounds for sample in taken[arm]] for arm in ARMS}
-    check_numbers(numbers, arms["base"].command)
-    return judgement
+    command = arms["base"].command
+    if not finding.trials:  # fills caches, is not counted
+        check_numbers({arm: [arms[arm].sample().wall_s] for arm in ARMS}, command)
+    finding.trials.append([taken(lambda arm: arms[arm].sample(), next(orders(ARMS, seed)))])
+    samples = {arm: [each.wall_s for (pair,) in finding.trials for each in pair[arm]] for arm in ARMS}
+    check_numbers(samples, command)
+
+
+def taken(sample: Callable[[str], Sample], order: Sequence[str]) -> Round:
+    """A round in this order."""
+    found: dict[str, list[Sample]] = {arm: [] for arm in ARMS}
+    for arm in order:
+        found[arm].append(sample(arm))
+    return found
 
 
 def table(findings: Sequence[Finding]) -> Grid:
-    """A line for each run."""
+    """A line for each benchmark that was timed."""
     lines = [
         [
-            finding.benchmark, run.verdict + (" (out of time)" if run.out_of_time else ""),
-            finding.level(run.base_s), finding.level(run.head_s),
-            *map(show, (run.head, run.control, run.cpu)), str(run.rounds), f"{run.noise_floor:.1%}",
-            f"{run.smallest_detectable:.1%}",
+            finding.benchmark, found.verdict + (" (out of time)" if found.out_of_time else ""),
+            finding.level(found.base_s), finding.level(found.head_s), show(found.head), show(found.control),
+            show(found.cpu) if found.cpu else "", str(found.trials), f"{found.smallest_detectable:.1%}",
         ]
         for finding in findings
-        for run in finding.runs
+        if (found := finding.judgement) is not None
     ]  # fmt: skip
     return Grid(columns=HEADERS, lines=lines)
 

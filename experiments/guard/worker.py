@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 WARM_UP_STEPS = 3
+WARM_UP_S = 0.5  # seconds after which long steps are warm
 LACKING = (ImportError, AttributeError, NameError, TypeError)
 """Errors of a revision without code that newer benchmarks use."""
 
@@ -76,9 +77,10 @@ class Arm:
                 f"{benchmark} returned {type(step).__name__}; it must build what is timed and return a "
                 "function, one call of which is timed"
             )
-        result = number(step())
+        begun_s, result = time.perf_counter(), number(step())
         for _ in range(WARM_UP_STEPS):
-            step()
+            if time.perf_counter() - begun_s < WARM_UP_S:
+                step()
         check_origins(self._tree, self._head, self._file)
         gc.collect()
         gc.freeze()  # so that later collections are quick
@@ -89,7 +91,8 @@ class Arm:
         """Mean seconds per step over `repeats` steps."""
         step = self._steps[benchmark]
         gc.collect()
-        step()  # the first step finds cold caches
+        if repeats > 1:
+            step()  # the first of short steps finds cold caches
         cpu_s, wall_s = time.process_time(), time.perf_counter()
         for _ in range(repeats):
             step()

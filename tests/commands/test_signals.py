@@ -165,7 +165,7 @@ def test_while_a_record_is_written(tmp_path: Path, ended: Callable[..., tuple[st
 
 @pytest.mark.parametrize(
     "moment",
-    [Moment(f"{EXPERIMENTS}.guard.run:guard", INT), Moment("gpipe_bench.harness.rounds:run_rounds", TERM)],
+    [Moment(f"{EXPERIMENTS}.guard.run:guard", INT), Moment(f"{EXPERIMENTS}.guard.run:measure", TERM)],
 )
 def test_the_guard_leaves_no_process_and_no_checkout_behind(
     tmp_path: Path, ended: Callable[..., tuple[str, str]], moment: Moment

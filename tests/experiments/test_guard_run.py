@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,21 +27,22 @@ from gpipe_bench.experiments.guard.own import (
     load,
 )
 from gpipe_bench.experiments.guard.run import Finding, guard
-from gpipe_bench.harness.rounds import Change, Judgement
+from gpipe_bench.harness.rounds import Change, Judgement, Sample
 from gpipe_bench.pipeline.stage.layers import LayerRunner
 
 ROOT = Path(__file__).parents[2]
 NONE = Change(0.0, -0.01, 0.01)
-SAME = Judgement("same", 12, 0.975, NONE, NONE, NONE, NONE, 0.01, 0.01)
+SAME = Judgement("same", 8, NONE, NONE, None, 0.01, 0.01)
 SLOWER = replace(SAME, verdict="regression", head=Change(0.1, 0.08, 0.12))
 IMPROVED = replace(SAME, verdict="improved", head=Change(-0.1, -0.12, -0.08))
 UNSURE = replace(SAME, verdict="inconclusive", head=Change(0.0, -0.2, 0.2))
-EARLY = replace(UNSURE, rounds=10, head=SLOWER.head)
+EARLY = replace(UNSURE, trials=5, head=SLOWER.head, out_of_time=True)
 VOID = replace(SAME, verdict="contaminated", control=Change(0.1, 0.08, 0.12))
+BY_CPU = replace(UNSURE, verdict="regression", cpu=SLOWER.head, by_cpu=True)
 
 
-def finding(name: str, *runs: Judgement) -> Finding:
-    return Finding(name, list(runs))
+def finding(name: str, judged: Judgement) -> Finding:
+    return Finding(name, [[]], judged)
 
 
 # Processes
@@ -77,75 +78,84 @@ def test_a_revision_that_forgot_to_recompute_is_not_timed(copied: Path) -> None:
         other.build("tiny-layers")
 
 
-# One run and what it amounts to
+# Trials and what they amount to
 
 
-def test_a_regression_is_measured_again_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
+class Trials:
+    """Stands in for processes: each start takes 2 s, each trial of a benchmark the seconds given; `heads`
+    says how much slower which head is.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, took_s: dict[str, float], **heads: float) -> None:
+        self.now_s, self.took_s, self.heads = 0.0, took_s, heads
+        self.orders: list[list[str]] = []
+        self.taken: list[str] = []
+        where = "gpipe_bench.experiments.guard.run"
+        monkeypatch.setattr(f"{where}.arms_of", self.start)
+        monkeypatch.setattr(f"{where}.measure", self.measure)
+        monkeypatch.setattr(f"{where}.time.monotonic", lambda: self.now_s)
 
     @contextmanager
-    def no_arms(*arguments: Any) -> Iterator[None]:
-        order.append("start")
-        yield None
+    def start(self, subject: Subject, base: Path, control: Path | None, order: list[str]) -> Iterator[None]:
+        self.now_s += 2
+        self.orders.append(order)
+        yield
 
-    def judged(arms: None, finding: Finding, *_: Any, **options: Any) -> Judgement:
-        order.append(finding.benchmark)
-        return SLOWER if finding.benchmark == "transformer" else SAME
+    def measure(self, arms: None, finding: Finding, *_: Any) -> None:
+        name = finding.benchmark
+        self.now_s += self.took_s[name]
+        self.taken.append(name)
+        if name in self.heads and self.heads[name] > 10:
+            raise WorkerError(f"{name} hangs")
+        of = {"base": 1.0, "head": 1.0 + self.heads.get(name, 0.0), "control": 1.0}
+        finding.trials.append([{arm: [Sample(each, each)] * 2 for arm, each in of.items()}])
 
-    monkeypatch.setattr("gpipe_bench.experiments.guard.run.arms_of", no_arms)
-    monkeypatch.setattr("gpipe_bench.experiments.guard.run.measure", judged)
-    findings = guard(replace(own(), benchmarks=["transformer", "tiny-layers"]), ROOT, 1)
-    assert order == ["start", "transformer", "tiny-layers", "start", "transformer"]
-    assert [finding.confirmed for finding in findings] == [True, False]
+    def run(self, **options: Any) -> list[Finding]:
+        return guard(replace(own(), benchmarks=[*self.took_s]), ROOT, 1, **options)
 
 
-AWAY = Change(0.1, 0.02, 0.2)
-
-
-@pytest.mark.parametrize(
-    ("cpu", "noises", "is_counted", "said"),
-    [
-        (Change(0.2, 0.15, 0.25), [0.02, 0.02], False, "regression"),
-        (Change(0.2, 0.15, 0.25), [0.02], False, ""),  # two runs must agree
-        (Change(0.2, 0.15, 0.25), [0.02, 0.08], False, ""),  # the base differs from itself by half as much
-        (Change(0.0, -0.01, 0.01), [0.02, 0.02], True, "same"),
-        (Change(0.0, -0.01, 0.01), [0.02, 0.02], False, ""),  # processor time can't see waiting
-        (Change(0.0, -0.05, 0.01), [0.02, 0.02], True, ""),
-    ],
-)
-def test_processor_time_decides_where_wall_time_is_contaminated_twice(
-    cpu: Change, noises: list[float], is_counted: bool, said: str
+def test_every_trial_has_fresh_processes_that_start_in_a_random_order(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    void = [
-        Judgement("contaminated", 48, 0.984, AWAY, AWAY, cpu, Change(noise, -noise, noise), 1, 1.2)
-        for noise in noises
-    ]
-    found = Finding("x", void, is_counted=is_counted)
-    assert found.by_processor_time == said
-    assert (found.confirmed, found.is_told) == (said == "regression", said == "same")
-    assert ("in processor time" in found.conclusion()) == bool(said)
+    """Head first, in every run, was once called a slow-down of the same code, and confirmed."""
+    trials = Trials(monkeypatch, {"tiny-layers": 1, "transformer": 1}, transformer=0.1)
+    findings = trials.run()
+    assert trials.taken == ["tiny-layers", "transformer"] * 8
+    assert len(trials.orders) == 8
+    assert {order.index("head") for order in trials.orders} == {0, 1, 2}
+    assert [each.is_slower for each in findings] == [False, True]
+    assert [each.is_told for each in findings] == [True, False]
+
+
+def test_a_slow_benchmark_leaves_the_others_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = Trials(monkeypatch, {"long": 55, "short": 1, "hangs": 5}, hangs=99)
+    long, short, hangs = trials.run(budget_s=150)
+    assert (len(long.trials), len(short.trials), short.judgement) == (2, 8, SAME_AFTER_8)
+    assert "long: +0.0% [+0.0, +0.0] over 2 trials; no verdict before 8 trials" in long.conclusion()
+    assert "out of time: --budget-s gives more" in long.conclusion()
+    assert (hangs.failed, trials.taken.count("hangs")) == ("hangs hangs", 1)
+    assert trials.now_s <= 150
+
+
+SAME_AFTER_8 = Judgement("same", 8, *[Change(0.0, 0.0, 0.0)] * 3, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("runs", "said"),
+    ("judged", "said"),
     [
-        ((SLOWER, SLOWER), "slower by +10.0% [+8.0, +12.0], in two runs one after the other"),
-        ((SLOWER, SAME), "a regression was not confirmed; then same, +0.0% [-1.0, +1.0]"),
-        (
-            (replace(VOID, control=Change(0.09, 0.07, 0.1)), SLOWER, SLOWER),
-            "can't tell, slower by +10.0% [+8.0, +12.0]: the base differs from itself by 9.0%",
-        ),
-        ((VOID,), "nothing proven: the base differs from itself by +10.0% [+8.0, +12.0]"),
-        ((UNSURE,), "can't tell, +0.0% [-20.0, +20.0]; only changes of 36% or more would show"),
-        ((EARLY,), "+10.0% [+8.0, +12.0] after 10 rounds; no verdict before 12 rounds"),
-        (
-            (replace(UNSURE, head=Change(-0.112, -0.14, -0.08), control=Change(0.02, -0.1, 0.173)),),
-            "can't tell, -11.2% [-14.0, -8.0] is within the noise floor of 17.3%",
-        ),
+        (SLOWER, "slower by +10.0% [+8.0, +12.0] over 8 trials"),
+        (IMPROVED, "improved, -10.0% [-12.0, -8.0] over 8 trials"),
+        (VOID, "nothing proven over 8 trials: the base differs from itself by +10.0% [+8.0, +12.0]"),
+        (UNSURE, "can't tell, +0.0% [-20.0, +20.0] over 8 trials; only changes of 35% or more would show"),
+        (EARLY, "+10.0% [+8.0, +12.0] over 5 trials; no verdict before 8 trials; out of time: --budget-s "
+                "gives more"),
+        (BY_CPU, "slower by +10.0% [+8.0, +12.0] by processor time over 8 trials"),
+        (replace(BY_CPU, verdict="same", cpu=NONE),
+         "same, as exact counters are, +0.0% [-1.0, +1.0] by processor time over 8 trials"),
     ],
-)
-def test_what_runs_amount_to_in_a_sentence(runs: Sequence[Judgement], said: str) -> None:
-    assert finding("x", *runs).conclusion() == f"x: {said}"
+)  # fmt: skip
+def test_what_trials_amount_to_in_a_sentence(judged: Judgement, said: str) -> None:
+    assert finding("x", judged).conclusion() == f"x: {said}"
 
 
 # The command
@@ -194,11 +204,11 @@ def found(fake: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[F
     return result
 
 
-def test_a_confirmed_regression_fails_and_is_annotated_and_summed_up(
+def test_a_regression_fails_and_is_annotated_and_summed_up(
     found: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    found += [finding("tiny-layers", SLOWER, SLOWER), Finding("transformer", lacking="no such layer")]
+    found += [finding("tiny-layers", SLOWER), Finding("transformer", lacking="no such layer")]
     summary = tmp_path / "summary.md"
     summary.write_text("before\n")
     assert cli.main(["guard", "--base", "main", "--markdown", str(summary)]) == VERDICT_FAILED
@@ -208,7 +218,7 @@ def test_a_confirmed_regression_fails_and_is_annotated_and_summed_up(
     assert out.endswith("guard: FAILED\n")
     lines = summary.read_text().splitlines()
     assert lines[:2] == ["before", "### guard: FAILED"]
-    assert "- tiny-layers: slower by +10.0% [+8.0, +12.0], in two runs one after the other" in lines
+    assert "- tiny-layers: slower by +10.0% [+8.0, +12.0] over 8 trials" in lines
     assert any(line.startswith("| tiny-layers") and "| regression" in line for line in lines)
     assert cli.main(["guard", "--base", "main", "--markdown", str(tmp_path)]) == BAD_USAGE
     assert f"{tmp_path} can't be written" in capsys.readouterr().err
@@ -217,15 +227,15 @@ def test_a_confirmed_regression_fails_and_is_annotated_and_summed_up(
 @pytest.mark.parametrize(
     ("runs", "said"),
     [
-        ([[SAME], [IMPROVED]], "guard: passed"),
-        ([[SAME], [UNSURE]], "guard: passed, but inconclusive for transformer"),
-        ([[UNSURE], [VOID, VOID]], "guard: inconclusive: nothing was measured well enough to tell"),
+        ([SAME, IMPROVED], "guard: passed"),
+        ([SAME, UNSURE], "guard: passed, but inconclusive for transformer"),
+        ([UNSURE, VOID], "guard: inconclusive: nothing was measured well enough to tell"),
     ],
 )
 def test_what_could_not_be_told_has_not_passed(
     found: list, capsys: pytest.CaptureFixture[str], runs: list, said: str
 ) -> None:
-    found += [finding("tiny-layers", *runs[0]), finding("transformer", *runs[1])]
+    found += [finding("tiny-layers", runs[0]), finding("transformer", runs[1])]
     assert cli.main(["guard", "--base", "main"]) == DONE
     assert capsys.readouterr().out.splitlines()[-1] == said
     status = cli.main(["guard", "--base", "main", "--require-conclusive"])

@@ -71,9 +71,10 @@ class Found:
         kinds = {*way.remat}
         again = kinds.pop() if len(kinds) == 1 else "some"
         again = {"always": "everything", "never": "nothing"}.get(again, again)
+        count = f"{way.num_microbatches} micro-batch{'es' * (way.num_microbatches > 1)}"
         return (
             f"on {home} {worst} (layers {self.layers_of(worst)}) at {self.memory[worst].when}, with "
-            f"{way.grid}, {way.schedule}, {way.num_microbatches} micro-batches and {again} recomputed"
+            f"{way.grid}, {way.schedule}, {count} and {again} recomputed"
         )
 
 

@@ -319,11 +319,12 @@ def _best(plan: Plan) -> str:
     parts = sorted(best.parts_s.items(), key=lambda each: -each[1])
     why = ", ".join(f"{part} {s / best.step_s:.0%}" for part, s in parts[:3] if s > 0.01 * best.step_s)
     trained = request.precision + ", compiled" * request.compiled
+    count = best.candidate.num_microbatches
     lines = [
         f"{plan.model.name}, {plan.model.num_parameters:,} parameters, {trained}, {request.optimizer}, "
         f"mini-batch {request.batch_size}, on {hosts}, "
         f"{request.memory_bytes / GIB:g} GiB each, {request.held_back_bytes / GIB:g} held back",
-        f"{title_of(best.candidate)}, {best.candidate.num_microbatches} micro-batches, recomputing "
+        f"{title_of(best.candidate)}, {count} micro-batch{'es' * (count > 1)}, recomputing "
         f"{remat_of(best.candidate)}: {seconds(best.step_s)} a step ({seconds(best.low_s)} to "
         f"{seconds(best.high_s)}), {best.examples_per_s:.3g} examples/s, {best.peak / GIB:.2f} GiB.",
         f"Of the step: {why}."
@@ -460,11 +461,12 @@ def text_of_bytes(model: Model, request: Request, found: Found) -> str:
     remat = found.candidate.remat[0]  # the same on all stages
     recomputed = {"always": "all recomputed", "never": "nothing recomputed"}
     what = recomputed.get(remat, f"re-materialization {remat}")
+    count = found.candidate.num_microbatches
     title = (
         f"{model.name}: {model.num_parameters:,} parameters under {found.candidate.schedule} on "
         f"{request.accelerators} x {request.memory_bytes / GIB:g} GiB (modelled)\n{request.precision}, "
-        f"{request.optimizer}, mini-batch {request.batch_size} in {found.candidate.num_microbatches} "
-        f"micro-batches, {what}"
+        f"{request.optimizer}, mini-batch {request.batch_size} in {count} "
+        f"micro-batch{'es' * (count > 1)}, {what}"
         + EAGER_BYTES * request.compiled
         + f", {model.attention} attention" * (model.attention != "cpu")
         + f", {request.held_back_bytes / GIB:g} GiB held back" * bool(request.held_back_bytes)

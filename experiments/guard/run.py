@@ -171,7 +171,7 @@ def guard(
             chosen.remove(max(chosen, key=lambda each: each.last_s))
         if not chosen:
             break
-        with arms_of(subject, base, control, shuffled(f"{seed} {index}")) as arms:  # head, base and control
+        with arms_of(subject, base, control, order_of(str(seed), index)) as arms:  # head, base and control
             starting_s = time.monotonic() - now_s
             for finding in chosen:
                 try:
@@ -190,33 +190,36 @@ def guard(
     return findings
 
 
-def shuffled(seed: str) -> list[str]:
-    """The arms in a random order."""
-    return random.Random(seed).sample(ARMS, len(ARMS))
+def order_of(seed: str, trial: int) -> tuple[str, ...]:
+    """The order of the arms in a trial: random, but every six trials have all orders, so that no arm comes
+    first more often.
+    """
+    every = list(itertools.permutations(ARMS))
+    return random.Random(f"{seed} {trial // len(every)}").sample(every, len(every))[trial % len(every)]
 
 
 def add_trial(finding: Finding, arms: Mapping[str, Any], seed: int, subject: Subject) -> None:
     """Measures one trial. Raises as `measure` and `measure_command`."""
-    begun_s, seed_of_trial = time.monotonic(), f"{seed} {finding.benchmark} {len(finding.trials)}"
+    begun_s = time.monotonic()
     if subject.command:
-        measure_command(arms, finding, seed_of_trial)
+        measure_command(arms, finding, seed)
     else:
-        measure(arms, finding, seed_of_trial, subject)
+        measure(arms, finding, seed, subject)
     finding.last_s = time.monotonic() - begun_s
     finding.used_s += finding.last_s
 
 
 def measure(
-    arms: Mapping[str, Arm], finding: Finding, seed: str, subject: Subject, *, sample_s: float = SAMPLE_S
+    arms: Mapping[str, Arm], finding: Finding, seed: int, subject: Subject, *, sample_s: float = SAMPLE_S
 ) -> None:
     """Measures a trial of a benchmark. A sample has as many steps as the base runs in `sample_s`.
 
     Raises WorkerError if a revision can't run the benchmark (`lacks`: the base does not have it), and
     ValueError if a compiled module that `--build` has not built would be timed.
     """
-    name = finding.benchmark
+    name, trial = finding.benchmark, len(finding.trials)
     built, lacking = dict[str, Built](), None
-    for arm in shuffled(seed):
+    for arm in order_of(f"{seed} {name}", trial):
         try:
             built[arm] = arms[arm].build(name)
         except WorkerError as error:
@@ -241,18 +244,19 @@ def measure(
         finding.repeats = repeats_for(steps_s, sample_s)
         finding.num_rounds = ROUNDS if min(steps_s) < LONG_S else 1
     sample = lambda arm: arms[arm].sample(name, finding.repeats)  # noqa: E731
-    in_turn = itertools.islice(orders(ARMS, seed), finding.num_rounds)
+    in_turn = itertools.islice(orders(ARMS, f"{seed} {name} {trial}"), finding.num_rounds)
     finding.trials.append([taken(sample, order) for order in in_turn])
 
 
-def measure_command(arms: Mapping[str, CommandArm], finding: Finding, seed: str) -> None:
+def measure_command(arms: Mapping[str, CommandArm], finding: Finding, seed: int) -> None:
     """Measures a trial of a command: a round, in which every sample is a run of it. Raises ValueError if its
     number can't be used.
     """
     command = arms["base"].command
     if not finding.trials:  # fills caches, is not counted
         check_numbers({arm: [arms[arm].sample().wall_s] for arm in ARMS}, command)
-    finding.trials.append([taken(lambda arm: arms[arm].sample(), next(orders(ARMS, seed)))])
+    order = order_of(f"{seed} {finding.benchmark}", len(finding.trials))
+    finding.trials.append([taken(lambda arm: arms[arm].sample(), (*order, *reversed(order)))])
     samples = {arm: [each.wall_s for (pair,) in finding.trials for each in pair[arm]] for arm in ARMS}
     check_numbers(samples, command)
 

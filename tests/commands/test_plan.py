@@ -220,7 +220,7 @@ def test_what_does_not_fit_says_where_and_what_would_do(capsys: pytest.CaptureFi
     assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert "gpt2 does not fit: the smallest peak is " in err
     assert "GiB, on stage 0 (layers 0-7) at " in err
-    assert "with pp 1, gpipe, 1 micro-batches and nothing recomputed; there are 4.5 GiB" in err
+    assert "with pp 1, gpipe, 1 micro-batch and nothing recomputed; there are 4.5 GiB" in err
     options = err.strip().split("What would do: ")[1].split(", or ")
     assert options[-1].startswith("--memory-gib ")
     assert len(options) >= 2, err

@@ -151,7 +151,7 @@ def test_their_slower_commit_is_measured_as_slower(theirs: Path, tmp_path: Path)
     assert benchmarks_of(subject) == ["rows"]
     finding = Finding("rows")
     with arms_of(subject, tmp_path / "base") as arms:
-        measure(arms, finding, "seed", subject, sample_s=0.01)
+        measure(arms, finding, 1, subject, sample_s=0.01)
     judged = finding.judge(out_of_time=True)
     assert judged.cpu is not None
     assert 1.5 < judged.head.value < 6  # four times as long

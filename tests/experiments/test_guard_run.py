@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from gpipe_bench.experiments.guard.own import (
     load,
 )
 from gpipe_bench.experiments.guard.run import Finding, guard
-from gpipe_bench.harness.rounds import Change, Judgement, Sample
+from gpipe_bench.harness.rounds import ARMS, Change, Judgement, Sample
 from gpipe_bench.pipeline.stage.layers import LayerRunner
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +89,7 @@ class Trials:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, took_s: dict[str, float], **heads: float) -> None:
         self.now_s, self.took_s, self.heads = 0.0, took_s, heads
-        self.orders: list[list[str]] = []
+        self.orders: list[tuple[str, ...]] = []
         self.taken: list[str] = []
         where = "gpipe_bench.experiments.guard.run"
         monkeypatch.setattr(f"{where}.arms_of", self.start)
@@ -96,7 +97,9 @@ class Trials:
         monkeypatch.setattr(f"{where}.time.monotonic", lambda: self.now_s)
 
     @contextmanager
-    def start(self, subject: Subject, base: Path, control: Path | None, order: list[str]) -> Iterator[None]:
+    def start(
+        self, subject: Subject, base: Path, control: Path | None, order: tuple[str, ...]
+    ) -> Iterator[None]:
         self.now_s += 2
         self.orders.append(order)
         yield
@@ -122,7 +125,8 @@ def test_every_trial_has_fresh_processes_that_start_in_a_random_order(
     findings = trials.run()
     assert trials.taken == ["tiny-layers", "transformer"] * 8
     assert len(trials.orders) == 8
-    assert {order.index("head") for order in trials.orders} == {0, 1, 2}
+    assert {*trials.orders[:6]} == {*permutations(ARMS)}, "and none comes first more often"
+    assert trials.orders[:6] != sorted(trials.orders[:6])
     assert [each.is_slower for each in findings] == [False, True]
     assert [each.is_told for each in findings] == [True, False]
 

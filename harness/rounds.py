@@ -9,7 +9,7 @@ new random order, there and back, and only numbers of the same round are compare
 A program became slower if the ratio of its time to the old version's is beyond `THRESHOLD` with its whole
 interval, over trials in fresh processes. A second process of the old version, the control, must agree with
 the first: if identical code differs, nothing is proven. The intervals are computed up to three times, after
-fixed numbers of trials; looking at any time would raise false alarms.
+fixed numbers of trials or when time ends; looking at any time would raise false alarms.
 """
 
 from __future__ import annotations
@@ -198,11 +198,13 @@ def measured(metric: Metric) -> str:
 
 Verdict = Literal["regression", "improved", "same", "inconclusive", "contaminated"]
 
+UNTOLD = ("inconclusive", "contaminated")
+
 ARMS = ("base", "head", "control")
 
 THRESHOLD = 0.03  # least change that counts; smaller ones follow the layout of code in memory
 LOOKS = (8, 32, 128)  # trials after which intervals are computed; four times as many halve an interval
-CONFIDENCE = 0.984  # of one look: three together err no more often than one at 95 %
+CONFIDENCE = 0.984  # of one look: three at wall time together err no more often than one at 95 %
 
 
 class Sample(NamedTuple):
@@ -240,14 +242,16 @@ class Judgement:
     cpu: Change | None  # the head's CPU time, which does not include waiting
     base_s: float  # median seconds per step
     head_s: float
-    by_cpu: bool = False  # wall time tells nothing, and CPU time decides
+    by_cpu: bool = False  # wall time tells nothing, and CPU time decided
     out_of_time: bool = False  # time ran out before the last look
 
     @property
-    def smallest_detectable(self) -> float:
+    def smallest_detectable(self) -> float | None:
         """The slow-down that such trials detect four times in five: its lower bound, half an interval below
-        an estimate that itself varies, must exceed the threshold.
+        an estimate that itself varies, must exceed the threshold. None before the first look.
         """
+        if self.trials < LOOKS[0]:
+            return None
         half = (math.log1p(self.head.high) - math.log1p(self.head.low)) / 2
         quantile = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
         power = statistics.NormalDist().inv_cdf(0.8)
@@ -261,10 +265,8 @@ def judge(trials: Sequence[Trial], *, is_last: bool = False, is_counted: bool = 
         is_last: no more trials follow, so CPU time decides if wall time tells nothing
         is_counted: exact counters are equal, so equal CPU time is enough for "same"; it can't see waiting
 
-    Raises ValueError for no trial, and for a sample that took no time.
+    Raises ValueError for a sample that took no time.
     """
-    if not trials:
-        raise ValueError("no trial was measured; give at least 1")
     head, control = (change([log_ratio(trial, arm) for trial in trials]) for arm in ("head", "control"))
     rounds = [pair for trial in trials for pair in trial]
     base_s, head_s = (
@@ -280,7 +282,7 @@ def judge(trials: Sequence[Trial], *, is_last: bool = False, is_counted: bool = 
         judged = replace(judged, cpu=cpu)
         by_cpu = verdict_of(cpu, again)
         tells = by_cpu == "regression" or (by_cpu == "same" and is_counted)
-        if is_last and tells and verdict in ("inconclusive", "contaminated"):
+        if is_last and tells and verdict in UNTOLD and len(trials) >= LOOKS[0]:
             judged, verdict = replace(judged, by_cpu=True), by_cpu
     return judged if len(trials) < LOOKS[0] else replace(judged, verdict=verdict)
 

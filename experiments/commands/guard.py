@@ -2,7 +2,8 @@
 
 With `--benchmarks` or `--command` what is timed is somebody else's, in any repository. Exit status 0:
 counters equal and no regression, also where nothing could be told (1 with `--require-conclusive`);
-1: counters differ or a regression was found; 2: bad usage, or a command failed; 3: a benchmark failed.
+1: counters differ or a regression was found; 2: bad usage, or the first runs of a command fail; 3: a
+benchmark or a later run fails.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from .output import CASE_FAILED, DONE, VERDICT_FAILED, print_line
 
 COUNTERS = PUBLISHED / "guard" / "counters.json"
 OWN = "experiments/guard/own.py"
-SEED = 1811
 
 Say = Callable[[str], None]
 OF_TIME = ("markdown", "require_conclusive", "only")
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, say: Say) -> int:
-    if arguments.budget_s <= 0:
+    if not arguments.budget_s > 0:
         raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 150")
     if arguments.base is None:
         refuse(arguments, OF_TIME, "is about what is timed; give a revision, --base REF")
@@ -107,7 +107,7 @@ def _run(arguments: argparse.Namespace, say: Say) -> int:
     is_equal = check_counters(arguments, say) if is_own else True
     is_counted = is_own and is_equal
     findings = check_time(arguments, subject, say, is_counted=is_counted) if arguments.base else []
-    failed = not is_equal or any(finding.is_slower for finding in findings)
+    failed = not is_equal or any(finding.is_slower or finding.failed for finding in findings)
     last = ending(failed, findings)
     if not failed and arguments.require_conclusive and not all(finding.is_told for finding in findings):
         failed = True
@@ -228,8 +228,8 @@ def check_time(
         if subject.command:
             subject.prepare(control.path, "the control's checkout")
         findings = guard(
-            subject, base.path, SEED, control=control.path, is_counted=is_counted,
-            budget_s=arguments.budget_s, tell=say,
+            subject, base.path, control=control.path, is_counted=is_counted, budget_s=arguments.budget_s,
+            tell=say,
         )  # fmt: skip
     if not any(finding.trials or finding.lacking for finding in findings):
         raise WorkerError("; ".join(finding.conclusion() for finding in findings))

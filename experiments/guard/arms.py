@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from gpipe_bench.harness.processes import program, run
-from gpipe_bench.harness.rounds import ARMS, Sample
+from gpipe_bench.harness.rounds import ARMS, LOOKS, Sample
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # seconds; a longer answer counts as hung
@@ -131,15 +131,20 @@ class CommandArm:
 
 
 def check_numbers(numbers: Mapping[str, Sequence[float]], command: Command) -> None:
-    """ValueError if no number ever changes and no pattern names it, and if a number is about a power of 1000
-    times the base's: its unit has changed, as timeit's does. Larger numbers are worse.
+    """ValueError if no number ever changes before the first look and no pattern names it, and if a number is
+    about a power of 1000 times the base's: its unit has changed, as timeit's does. Larger numbers are worse.
     """
+
+    def told(level: float) -> float:
+        return 1 / level if command.higher_is_better else level
+
     base = statistics.median(numbers["base"])
-    if not command.pattern and all(len(numbers[arm]) > 1 and len({*numbers[arm]}) == 1 for arm in numbers):
-        told = 1 / base if command.higher_is_better else base
+    is_late = len(numbers["base"]) >= 2 * LOOKS[0]  # short numbers may be equal a few times
+    if is_late and not command.pattern and all(len({*each}) == 1 for each in numbers.values()):
         raise ValueError(
-            f"--command {command.line!r} printed {told:g} last in every run of the base, and no revision's "
-            "number ever changed, as no time does; --number REGEX names the number, also an exact one"
+            f"--command {command.line!r} printed {told(base):g} last in every run of the base, and no "
+            "revision's number ever changed, as no time does; --number REGEX names the number, also an exact "
+            "one"
         )
     for arm, levels in numbers.items():
         for level in levels:
@@ -147,8 +152,9 @@ def check_numbers(numbers: Mapping[str, Sequence[float]], command: Command) -> N
             power = round(digits / 3)
             if power and abs(digits - 3 * power) < UNIT_DIGITS:
                 raise ValueError(
-                    f"the command's number is {level:g} of the {arm} and {base:g} of the base, about a power "
-                    "of 1000 apart: its unit changes; print one unit, as `python -m timeit -u msec` does"
+                    f"the command's number is {told(level):g} of the {arm} and {told(base):g} of the base, "
+                    "about a power of 1000 apart: its unit changes; print one unit, as `python -m timeit -u "
+                    "msec` does"
                 )
 
 

@@ -1,5 +1,5 @@
-"""One run of the guard, which compares the speed of two revisions. Every trial starts fresh processes in a
-random order: two processes of the same code differ for as long as they live, by their memory's layout, and
+"""One run of the guard, which compares the speed of two revisions. Every trial starts fresh processes in
+another order: two processes of the same code differ for as long as they live, by their memory's layout, and
 also by which started first. A run prints a table with a line, and a sentence, for each benchmark.
 """
 
@@ -20,13 +20,14 @@ from gpipe_bench.harness.rounds import (
     LOOKS,
     SAMPLE_S,
     THRESHOLD,
+    UNTOLD,
     Change,
     Judgement,
     Round,
     Sample,
     Trial,
+    Verdict,
     judge,
-    orders,
     repeats_for,
 )
 
@@ -43,11 +44,12 @@ HEADERS = (
 )  # fmt: skip
 
 LEGEND = f"""\
-Changes of the time per step, or of a command's number, with their intervals over trials; + is worse. Every
-trial has fresh processes. A regression lies above +{THRESHOLD:.0%} with its whole interval. `base against
-itself` is the control: if its interval excludes 0, the trials prove nothing (contaminated). Detects: the
-slow-down that trials this noisy find four times in five. Processor time can't see waiting; it decides only
-where wall time tells nothing: that the head is slower, or, where exact counters are equal, the same."""
+Changes of the time per step, or of a command's number (of a rate: of its inverse), with their intervals over
+trials; + is worse. Every trial has fresh processes. A regression lies above +{THRESHOLD:.0%} with its whole
+interval. `base against itself` is the control: if its interval excludes 0, the trials prove nothing
+(contaminated). Detects: the slow-down that trials this noisy find four times in five. Processor time can't
+see waiting; it decides only where wall time tells nothing: that the head is slower, or, where exact counters
+are equal, the same."""
 
 
 @dataclass
@@ -79,23 +81,27 @@ class Finding:
         return len(self.trials) >= LOOKS[-1]
 
     @property
+    def verdict(self) -> Verdict | None:
+        return self.judgement.verdict if self.judgement else None
+
+    @property
     def is_slower(self) -> bool:
         """A regression, which fails the guard."""
-        return self.judgement is not None and self.judgement.verdict == "regression"
+        return self.verdict == "regression"
 
     @property
     def is_told(self) -> bool:
         """Whether it passes: it is new, or not slower."""
-        told = self.judgement is not None and self.judgement.verdict in ("same", "improved")
-        return not self.failed and (bool(self.lacking) or told)
+        return not self.failed and (bool(self.lacking) or self.verdict in ("same", "improved"))
 
-    def judge(self, *, out_of_time: bool = False) -> Judgement:
-        """Looks at the trials so far."""
+    def judge(self, *, out_of_time: bool = False) -> None:
+        """Looks at the trials so far. Raises ValueError if a command's numbers can't be used."""
+        if self.command:
+            taken = {arm: [each.wall_s for (pair,) in self.trials for each in pair[arm]] for arm in ARMS}
+            check_numbers(taken, self.command)
         is_last = out_of_time or self.at_last_look
-        judged = judge(self.trials, is_last=is_last, is_counted=self.is_counted)
-        late = out_of_time and judged.verdict in ("inconclusive", "contaminated")
-        self.judgement = replace(judged, out_of_time=late)
-        return self.judgement
+        found = judge(self.trials, is_last=is_last, is_counted=self.is_counted)
+        self.judgement = replace(found, out_of_time=out_of_time and found.verdict in UNTOLD)
 
     def level(self, value: float) -> str:
         """`base_s` or `head_s` as text: in ms, or the command's number, which is kept there too."""
@@ -118,12 +124,11 @@ class Finding:
             what += f" {show(found.cpu)} by processor time {over}"
         elif found.verdict == "regression":
             what = f"{slower} by {head} {over}"
-        elif found.trials < LOOKS[0]:
+        elif (least := found.smallest_detectable) is None:
             what = f"{head} {over}; no verdict before {LOOKS[0]} trials"
         elif found.verdict == "contaminated":
             what = f"nothing proven {over}: the base differs from itself by {show(found.control)}"
         elif found.verdict == "inconclusive":
-            least = found.smallest_detectable
             what = f"can't tell, {head} {over}; only changes of {least:.0%} or more would show"
         else:
             what = f"{found.verdict}, {head} {over}"
@@ -146,7 +151,6 @@ class Finding:
 def guard(
     subject: Subject,
     base: Path,
-    seed: int,
     *,
     control: Path | None = None,
     is_counted: bool = False,
@@ -157,60 +161,66 @@ def guard(
     `is_counted` says that exact counters are equal. A benchmark that can't run has failed, or is new if only
     the base lacks it.
 
-    A trial begins if it seems to end within `budget_s`; the first of each benchmark always does.
+    A trial begins if it seems to end within `budget_s`; the first of each benchmark always does. Raises
+    ValueError if the first trial can't be measured, or a command's numbers can't be used.
     """
     begun_s, starting_s = time.monotonic(), 0.0
     findings = [Finding(name, command=subject.command, is_counted=is_counted) for name in subject.benchmarks]
     for index in itertools.count():
         now_s = time.monotonic()
-        left_s = begun_s + budget_s - now_s
+        left_s = begun_s + budget_s - now_s - starting_s
         pending = [finding for finding in findings if finding.is_open]
+        fitting = [each for each in pending if not each.trials or each.last_s <= left_s]
         # By the time that they have used, so that a slow benchmark leaves the others theirs.
-        chosen = [each for each in pending if each.used_s * len(pending) <= now_s - begun_s]
-        while any(e.trials for e in chosen) and starting_s + sum(e.last_s for e in chosen) > left_s:
+        chosen = [each for each in fitting if each.used_s * len(pending) <= now_s - begun_s] or fitting
+        while len(chosen) > 1 and sum(each.last_s for each in chosen) > left_s:
             chosen.remove(max(chosen, key=lambda each: each.last_s))
         if not chosen:
             break
-        with arms_of(subject, base, control, order_of(str(seed), index)) as arms:  # head, base and control
-            starting_s = time.monotonic() - now_s
-            for finding in chosen:
-                try:
-                    add_trial(finding, arms, seed, subject)
-                except WorkerError as error:
-                    finding.lacking = str(error).splitlines()[0] if error.lacks else ""
-                    finding.failed = "" if error.lacks else str(error)
-                    tell(finding.conclusion())
-                    break  # its processes may have ended: new ones run the others
-                if len(finding.trials) in LOOKS:
-                    found = finding.judge()
-                    tell(f"{finding.benchmark}, {found.trials} trials: {found.verdict}")
+        begun = chosen
+        try:
+            with arms_of(subject, base, control, order_of("start", index)) as arms:  # head, base and control
+                starting_s = time.monotonic() - now_s
+                for finding in chosen:
+                    begun = [finding]
+                    add_trial(finding, arms, subject)
+        except (WorkerError, ValueError) as error:  # its processes may have ended: new ones run the others
+            if isinstance(error, ValueError) and not begun[0].trials:
+                raise
+            for finding in begun:
+                is_new = isinstance(error, WorkerError) and error.lacks and not finding.trials
+                finding.lacking = str(error).splitlines()[0] if is_new else ""
+                finding.failed = "" if is_new else str(error)
+                tell(finding.conclusion())
+        for finding in chosen:
+            if len(finding.trials) in LOOKS and not finding.failed:
+                finding.judge()
+                tell(f"{finding.benchmark}, {len(finding.trials)} trials: {finding.verdict}")
     for finding in pending:
         if finding.trials:
             finding.judge(out_of_time=True)
     return findings
 
 
-def order_of(seed: str, trial: int) -> tuple[str, ...]:
-    """The order of the arms in a trial: random, but every six trials have all orders, so that no arm comes
-    first more often.
-    """
+def order_of(what: str, count: int) -> tuple[str, ...]:
+    """A random order of the arms; each six have all orders, so that none comes first much more often."""
     every = list(itertools.permutations(ARMS))
-    return random.Random(f"{seed} {trial // len(every)}").sample(every, len(every))[trial % len(every)]
+    return random.Random(f"{what} {count // len(every)}").sample(every, len(every))[count % len(every)]
 
 
-def add_trial(finding: Finding, arms: Mapping[str, Any], seed: int, subject: Subject) -> None:
+def add_trial(finding: Finding, arms: Mapping[str, Any], subject: Subject) -> None:
     """Measures one trial. Raises as `measure` and `measure_command`."""
     begun_s = time.monotonic()
     if subject.command:
-        measure_command(arms, finding, seed)
+        measure_command(arms, finding)
     else:
-        measure(arms, finding, seed, subject)
+        measure(arms, finding, subject)
     finding.last_s = time.monotonic() - begun_s
     finding.used_s += finding.last_s
 
 
 def measure(
-    arms: Mapping[str, Arm], finding: Finding, seed: int, subject: Subject, *, sample_s: float = SAMPLE_S
+    arms: Mapping[str, Arm], finding: Finding, subject: Subject, *, sample_s: float = SAMPLE_S
 ) -> None:
     """Measures a trial of a benchmark. A sample has as many steps as the base runs in `sample_s`.
 
@@ -219,7 +229,7 @@ def measure(
     """
     name, trial = finding.benchmark, len(finding.trials)
     built, lacking = dict[str, Built](), None
-    for arm in order_of(f"{seed} {name}", trial):
+    for arm in order_of(f"build {name}", trial):
         try:
             built[arm] = arms[arm].build(name)
         except WorkerError as error:
@@ -244,27 +254,24 @@ def measure(
         finding.repeats = repeats_for(steps_s, sample_s)
         finding.num_rounds = ROUNDS if min(steps_s) < LONG_S else 1
     sample = lambda arm: arms[arm].sample(name, finding.repeats)  # noqa: E731
-    in_turn = itertools.islice(orders(ARMS, f"{seed} {name} {trial}"), finding.num_rounds)
-    finding.trials.append([taken(sample, order) for order in in_turn])
+    counts = range(trial * finding.num_rounds, (trial + 1) * finding.num_rounds)
+    finding.trials.append([taken(sample, order_of(name, count)) for count in counts])
 
 
-def measure_command(arms: Mapping[str, CommandArm], finding: Finding, seed: int) -> None:
-    """Measures a trial of a command: a round, in which every sample is a run of it. Raises ValueError if its
-    number can't be used.
+def measure_command(arms: Mapping[str, CommandArm], finding: Finding) -> None:
+    """Measures a trial of a command: a round, in which every sample is a run of it. Raises ValueError if it
+    fails, or its number can't be used.
     """
-    command = arms["base"].command
     if not finding.trials:  # fills caches, is not counted
-        check_numbers({arm: [arms[arm].sample().wall_s] for arm in ARMS}, command)
-    order = order_of(f"{seed} {finding.benchmark}", len(finding.trials))
-    finding.trials.append([taken(lambda arm: arms[arm].sample(), (*order, *reversed(order)))])
-    samples = {arm: [each.wall_s for (pair,) in finding.trials for each in pair[arm]] for arm in ARMS}
-    check_numbers(samples, command)
+        check_numbers({arm: [arms[arm].sample().wall_s] for arm in ARMS}, arms["base"].command)
+    order = order_of(finding.benchmark, len(finding.trials))
+    finding.trials.append([taken(lambda arm: arms[arm].sample(), order)])
 
 
 def taken(sample: Callable[[str], Sample], order: Sequence[str]) -> Round:
-    """A round in this order."""
+    """A round in this order, there and back."""
     found: dict[str, list[Sample]] = {arm: [] for arm in ARMS}
-    for arm in order:
+    for arm in (*order, *reversed(order)):
         found[arm].append(sample(arm))
     return found
 
@@ -275,7 +282,8 @@ def table(findings: Sequence[Finding]) -> Grid:
         [
             finding.benchmark, found.verdict + (" (out of time)" if found.out_of_time else ""),
             finding.level(found.base_s), finding.level(found.head_s), show(found.head), show(found.control),
-            show(found.cpu) if found.cpu else "", str(found.trials), f"{found.smallest_detectable:.1%}",
+            show(found.cpu) if found.cpu else "", str(found.trials),
+            f"{found.smallest_detectable:.1%}" if found.smallest_detectable else "",
         ]
         for finding in findings
         if (found := finding.judgement) is not None

@@ -44,6 +44,8 @@ def main(pipe: str, tree: str, head: str, file: str) -> None:
     """Reports that the arm is ready, then answers requests by its methods until the pipe closes."""
     connection = Connection(int(pipe))
     arm = Arm(Path(tree).resolve(), Path(head).resolve(), Path(file).resolve())
+    with contextlib.suppress(Exception, SystemExit):  # `build` loads the file again, and says why it can't
+        arm.names()
     if hasattr(os, "sched_setaffinity"):  # one core for all arms; the environment sets one thread
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     reply: dict[str, Any] = {}
@@ -51,11 +53,13 @@ def main(pipe: str, tree: str, head: str, file: str) -> None:
         while True:
             connection.send_bytes(json.dumps(reply).encode())
             request = json.loads(connection.recv_bytes())
+            do = request.pop("do")
             try:
-                reply = getattr(arm, request.pop("do"))(**request)
+                reply = getattr(arm, do)(**request)
             except (Exception, SystemExit) as error:  # SystemExit: from a benchmark
                 traceback.print_exc()
-                reply = {"error": f"{type(error).__name__}: {error}", "lacks": isinstance(error, LACKING)}
+                lacks = do == "build" and isinstance(error, LACKING)
+                reply = {"error": f"{type(error).__name__}: {error}", "lacks": lacks}
 
 
 class Arm:

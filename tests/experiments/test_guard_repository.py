@@ -31,6 +31,7 @@ from gpipe_bench.experiments.guard.arms import (
     subject_of,
 )
 from gpipe_bench.experiments.guard.run import Finding, measure
+from gpipe_bench.harness.rounds import judge
 
 
 @pytest.fixture
@@ -151,8 +152,8 @@ def test_their_slower_commit_is_measured_as_slower(theirs: Path, tmp_path: Path)
     assert benchmarks_of(subject) == ["rows"]
     finding = Finding("rows")
     with arms_of(subject, tmp_path / "base") as arms:
-        measure(arms, finding, 1, subject, sample_s=0.01)
-    judged = finding.judge(out_of_time=True)
+        measure(arms, finding, subject, sample_s=0.01)
+    judged = judge(finding.trials)
     assert judged.cpu is not None
     assert 1.5 < judged.head.value < 6  # four times as long
     assert abs(judged.control.value) < 1

@@ -108,19 +108,23 @@ class Trials:
         name = finding.benchmark
         self.now_s += self.took_s[name]
         self.taken.append(name)
-        if name in self.heads and self.heads[name] > 10:
+        if name == "hangs":
             raise WorkerError(f"{name} hangs")
-        of = {"base": 1.0, "head": 1.0 + self.heads.get(name, 0.0), "control": 1.0}
+        if name == "ends" and self.taken.count(name) == 3:
+            error = WorkerError(f"{name} ends")
+            error.lacks = True
+            raise error
+        of = {"base": 1.0, "head": 1.0 + self.heads.get(name, 0.0), "control": 1 + 0.1 * (name == "odd")}
         finding.trials.append([{arm: [Sample(each, each)] * 2 for arm, each in of.items()}])
 
     def run(self, **options: Any) -> list[Finding]:
-        return guard(replace(own(), benchmarks=[*self.took_s]), ROOT, 1, **options)
+        return guard(replace(own(), benchmarks=[*self.took_s]), ROOT, **options)
 
 
-def test_every_trial_has_fresh_processes_that_start_in_a_random_order(
+def test_every_trial_has_fresh_processes_that_start_in_another_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Head first, in every run, was once called a slow-down of the same code, and confirmed."""
+    """The head came first, in every run, and the same code was called slower, twice alike."""
     trials = Trials(monkeypatch, {"tiny-layers": 1, "transformer": 1}, transformer=0.1)
     findings = trials.run()
     assert trials.taken == ["tiny-layers", "transformer"] * 8
@@ -132,13 +136,25 @@ def test_every_trial_has_fresh_processes_that_start_in_a_random_order(
 
 
 def test_a_slow_benchmark_leaves_the_others_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials = Trials(monkeypatch, {"long": 55, "short": 1, "hangs": 5}, hangs=99)
+    trials = Trials(monkeypatch, {"long": 55, "short": 1, "hangs": 5})
     long, short, hangs = trials.run(budget_s=150)
     assert (len(long.trials), len(short.trials), short.judgement) == (2, 8, SAME_AFTER_8)
     assert "long: +0.0% [+0.0, +0.0] over 2 trials; no verdict before 8 trials" in long.conclusion()
     assert "out of time: --budget-s gives more" in long.conclusion()
     assert (hangs.failed, trials.taken.count("hangs")) == ("hangs hangs", 1)
     assert trials.now_s <= 150
+
+
+def test_time_that_only_a_quick_benchmark_can_use_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = Trials(monkeypatch, {"odd": 3, "one": 40, "other": 40})
+    trials.run(budget_s=150)
+    assert 150 - 2 - 3 < trials.now_s <= 150
+
+
+def test_what_fails_in_a_later_trial_failed_and_is_not_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = Trials(monkeypatch, {"ends": 1, "short": 1})
+    ends, short = trials.run()
+    assert (ends.failed, ends.lacking, short.verdict) == ("ends ends", "", "same")
 
 
 SAME_AFTER_8 = Judgement("same", 8, *[Change(0.0, 0.0, 0.0)] * 3, 1.0, 1.0)

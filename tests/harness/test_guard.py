@@ -15,6 +15,7 @@ from gpipe_bench.harness.rounds import (
     ARMS,
     CONFIDENCE,
     LOOKS,
+    UNTOLD,
     Change,
     Sample,
     Trial,
@@ -74,10 +75,9 @@ def test_what_is_true_is_found(head: float, verdict: str) -> None:
 
 
 def test_before_the_first_look_nothing_is_told() -> None:
-    assert judge(trials_of(LOOKS[0] - 1, 0.5)).verdict == "inconclusive"
+    early = judge(trials_of(LOOKS[0] - 1, 0.5), is_last=True)
+    assert (early.verdict, early.by_cpu, early.smallest_detectable) == ("inconclusive", False, None)
     assert judge(trials_of(LOOKS[0], 0.5)).verdict == "regression"
-    with pytest.raises(ValueError, match="no trial was measured"):
-        judge([])
 
 
 @pytest.mark.parametrize("count", [7, 8, 11, 32])
@@ -123,25 +123,20 @@ HOW: dict[str, Callable[[Any, float, tuple[int, int]], Any]] = {
 
 
 def outcomes(how: str, runs: int, sd: float, noise: float, effect: float) -> Counter[str]:
-    """Of runs of two looks: every process is faster or slower by `sd` as long as it lives, what is measured
-    of it in a trial by `noise`.
+    """Of runs of two looks at wall time: every process is faster or slower by `sd` as long as it lives, what
+    is measured of it in a trial by `noise`.
     """
     random, told = numpy.random.default_rng(1811), Counter[str]()
     for _ in range(runs):
-        cpu = HOW[how](random, sd, (LOOKS[1], 3)) + numpy.array([0.0, math.log1p(effect), 0.0])
-        wall = cpu + random.normal(0, noise, cpu.shape)
-        seconds = numpy.exp(numpy.stack([wall, cpu], axis=-1)).tolist()
-        trials = [
-            [{arm: [Sample(*each)] for arm, each in zip(ARMS, trial, strict=True)}] for trial in seconds
-        ]
+        logs = HOW[how](random, sd, (LOOKS[1], 3)) + numpy.array([0.0, math.log1p(effect), 0.0])
+        seconds = numpy.exp(logs + random.normal(0, noise, logs.shape)).tolist()
+        trials = [[{arm: [Sample(each)] for arm, each in zip(ARMS, trial, strict=True)}] for trial in seconds]
         found = judge(trials[: LOOKS[0]])
-        if found.verdict in ("inconclusive", "contaminated"):
-            found = judge(trials, is_last=True)
-        told[found.verdict] += 1
+        told[(judge(trials) if found.verdict in UNTOLD else found).verdict] += 1
     return told
 
 
-@pytest.mark.parametrize("noise", [0.005, 0.1])
+@pytest.mark.parametrize("noise", [0.005, 0.015, 0.1])
 @pytest.mark.parametrize("sd", [0.0, 0.02, 0.04])
 @pytest.mark.parametrize("how", HOW)
 def test_identical_code_fails_once_in_a_hundred_however_its_processes_differ(
@@ -149,4 +144,5 @@ def test_identical_code_fails_once_in_a_hundred_however_its_processes_differ(
 ) -> None:
     assert outcomes(how, 200, sd, noise, 0.0)["regression"] <= 2
     assert outcomes(how, 50, sd, noise, -0.1)["regression"] == 0
-    assert outcomes(how, 50, sd, noise, 0.1)["regression"] >= 45
+    if noise < 0.1:
+        assert outcomes(how, 50, sd, noise, 0.1)["regression"] >= 45

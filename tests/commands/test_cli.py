@@ -111,7 +111,7 @@ def until_waiting(process):
 
 
 def test_two_runs_at_once_run_no_case_twice(tmp_path, gate):
-    log, results = tmp_path / "log", tmp_path / "results"
+    log, results = tmp_path / "log", tmp_path / "made" / "on demand"
     one = start_at(gate, results, log)
     two = start("run", "fake", "--device", "cpu", "--results", results, "--json", FAKE_LOG=str(log))
     until_waiting(two)

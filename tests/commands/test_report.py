@@ -23,6 +23,7 @@ from gpipe_bench.experiments.commands import report as report_build
 from gpipe_bench.experiments.commands.output import DONE
 from gpipe_bench.experiments.commands.report import answers, build, readings, table_infos
 from gpipe_bench.experiments.drawing import draw, drawn
+from gpipe_bench.experiments.paper.predictions import DIRECT_SKIPS
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.paper import load_paper, of_the_paper
 from gpipe_bench.harness.report import reproduced
@@ -109,6 +110,12 @@ def test_a_table_that_is_not_run_says_why(page):
     assert "nox -s figure2" in infos["formulas"].missing
     assert "do not report" in infos["claims"].missing
     assert {cell.table for cell in load_paper()} == set(infos)
+    assert DIRECT_SKIPS in {row.reason for row in page.cells}, (
+        "others' numbers that are not predicted say why"
+    )
+    assert "theory" not in {row.source for row in page.cells}, "nobody is asked for what is not the paper's"
+    said = {table.name: (table.location, table.hardware) for table in page.tables}
+    assert said["table2-amoebanet"] == ("v5 Table 2", "TPU"), "the paper's alone"
 
 
 def test_the_page_holds_all_it_needs(page, parsed):

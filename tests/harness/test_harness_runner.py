@@ -114,9 +114,12 @@ def chained():
         ),
     ],
 )
-def test_running_out_of_memory_is_a_result(store, error, reason):
+def test_running_out_of_memory_is_a_result(store, error, reason, monkeypatch):
+    freed = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: freed.append(True))
     result, _ = go(store, raising(error), options=RunOptions(device="cpu", only={"step": ("1",)}))
     assert (result.records[0].status, result.records[0].reason) == ("out_of_memory", reason)
+    assert freed, "the next case finds the memory free"
     assert result.failed == []
     assert go(store, raising(error), options=RunOptions(device="cpu", only={"step": ("1",)}))[0].reused == 1
 

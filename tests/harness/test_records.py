@@ -114,6 +114,9 @@ def test_every_kind_of_bad_line_is_reported_and_the_rest_used(store):
         loaded.problems, ["truncated", "truncated", "not a record", "newer version", "'other'"], strict=True
     ):
         assert words in str(problem)
+    store.path("loop").symlink_to("loop.jsonl")
+    (problem,) = store.load("loop").problems
+    assert str(problem) == f"{store.path('loop')}: can't be read: Too many levels of symbolic links; skipped"
 
 
 def test_a_disk_that_fills_up_within_a_line_leaves_the_file_as_it_was(tmp_path):

@@ -263,6 +263,8 @@ def test_links_are_checked_and_say_where_they_come_from() -> None:
     for name, link in LINKS.items():
         assert link.name == name
         assert len(link.source) > 20
+        if name.startswith(("ethernet-", "infiniband-")):
+            assert f" {8 * link.bandwidth_bytes_per_s / 1e9:g} Gb/s" in link.source
     # A gradient of 100 MB takes longer on each slower kind of link.
     order = (
         "nvlink5 nvlink4 nvlink3 nvlink2 infiniband-ndr pcie5-host infiniband-hdr pcie4-host infiniband-edr"

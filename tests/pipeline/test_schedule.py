@@ -318,6 +318,8 @@ def test_gradients_have_one_buffer_where_a_recomputation_hides_the_transfer(
     assert rings.tight.initial == (3, 2)[:num_slots]
     assert rings.small.initial == (3, 2, 1, 0)  # small ones are all posted at once
     assert rings.small.following == (None,) * 4
+    assert rings.of(2**16) is rings.small, "up to 256 KiB, as docs/memory.md says"
+    assert rings.of(2**16 + 1) is rings.tight
     by_stage = gpipe(5, 4, remat=("always", "never", "except_last", "never", "always"))
     assert [rings_of(by_stage)[stage, True].tight.num_slots for stage in range(4)] == [1, 2, 1, 2]
 

@@ -20,6 +20,7 @@ from gpipe_bench.harness.rounds import (
     differences,
     orders,
     ratios,
+    repeats_for,
     turns,
     used_by_others,
 )
@@ -179,6 +180,8 @@ def test_every_round_runs_all_arms_there_and_back_in_changing_order(seed: int | 
     assert rounds == list(itertools.islice(orders(["a", "b", "c"], seed), 60))  # the same in every process
     assert rounds != list(itertools.islice(orders(["a", "b", "c"], "another"), 60))
     assert list(turns(["a", "b", "c"], 60, seed)) == list(itertools.chain.from_iterable(rounds))
+    # A sample has as many steps as fill its time, by the fastest of the timed ones.
+    assert [repeats_for([step_s, 2 * step_s], 0.05) for step_s in (0.02, 0.025, 0.1)] == [3, 2, 1]
 
 
 # What is made of the samples

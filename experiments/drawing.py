@@ -48,7 +48,7 @@ def paper_style(font_scale: float = 1.0) -> Iterator[None]:
 
 def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Figure]) -> Plot:
     """A plot of many points or bars, which is smaller as pixels, in the theme that all share."""
-    return Plot(name=name, caption=caption, alt=alt, draw=draw, suffixes=("png",), style=paper_style)
+    return Plot(name=name, caption=caption, alt=alt, draw=draw, suffix="png", style=paper_style)
 
 
 def charts(shown: Mapping[str, Timeline], unit: str, columns: int = 1) -> Figure:
@@ -140,9 +140,8 @@ def draw(experiment: Experiment, records: Sequence[Record], folder: Path) -> lis
         # fonts are looked up when a drawing is saved, not when it is made
         with matplotlib.rc_context({"svg.hashsalt": experiment.name}), plot.style():
             drawing = plot.draw()
-            for suffix in plot.suffixes:
-                paths.append(folder / f"{plot.name}.{suffix}")
-                drawing.savefig(paths[-1], dpi=DOTS_PER_INCH)
+            paths.append(folder / f"{plot.name}.{plot.suffix}")
+            drawing.savefig(paths[-1], dpi=DOTS_PER_INCH)
     found = {"records_sha256": digest(records), "files": [path.name for path in paths]}
     note.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return paths
@@ -190,7 +189,7 @@ def pictures_of(
         paths = drawn(experiment, records, folder)
         if paths is None:
             paths = draw(experiment, records, Path(scratch))
-        by_name = {path.stem: path for path in sorted(paths, key=lambda path: path.suffix != ".svg")}
+        by_name = {path.stem: path for path in paths}
         return [
             _picture(by_name[plot.name], plot, machine)
             for plot in plots_of(experiment, records)

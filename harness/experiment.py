@@ -178,11 +178,11 @@ class Plot:
     """A figure that can be drawn from records.
 
     Args:
-        name: of its files, without suffix
+        name: of its file, without suffix
         caption: what it shows, in a line below the figure
         alt: a description for readers who can't see it
         draw: returns a figure of matplotlib or an object with `savefig`; only this may need matplotlib
-        suffixes: of the files: "png", "svg" or both
+        suffix: of its file: "svg", or "png" where pixels are fewer bytes
         style: a context for drawing and saving, such as a theme
     """
 
@@ -190,5 +190,5 @@ class Plot:
     caption: str
     alt: str
     draw: Callable[[], Any]
-    suffixes: tuple[str, ...] = ("png", "svg")
+    suffix: str = "svg"
     style: Callable[[], AbstractContextManager[object]] = nullcontext

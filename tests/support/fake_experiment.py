@@ -105,9 +105,7 @@ class Lines:
 
 def figures(records: Sequence[Record]) -> list[Plot]:
     """A figure with a line per record."""
-    return [
-        Plot(name="fake", caption="All steps", alt="Lines", draw=lambda: Lines(records), suffixes=("txt",))
-    ]
+    return [Plot(name="fake", caption="All steps", alt="Lines", draw=lambda: Lines(records), suffix="txt")]
 
 
 EXPERIMENT = Experiment(

@@ -266,9 +266,9 @@ def test_a_table_says_it_all(schedule: Schedule) -> None:
 def test_what_a_worker_sends_to_itself_takes_no_time_and_no_link() -> None:
     """Stages 1 and 2 are on worker 1: a message of 10 s each way to and from worker 0 alone."""
     schedule = written("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
-    step = replay(schedule, {Kind.F: 1, Kind.B: 2}, Link("slow", latency_s=10))
+    step = replay(schedule, {Kind.F: 1, Kind.B: 2}, Link("slow", latency_s=10), setup_s=[0, 5, 3, 0])
     assert [message.name for message in step.messages] == ["0F0->1", "2F0->3", "3B0->2", "1B0->0"]
-    assert step.makespan_s == 4 * 1 + 4 * 2 + 4 * 10
+    assert (step.makespan_s, step.work[-1].end_s) == (4 * 1 + 4 * 2 + 4 * 10, 5 + 3)  # set-ups in turn
     assert draw(replay(schedule, SLOTS)).splitlines() == [
         "worker 0 | 0F0 .   .   3F0 3B0 3B0 .   .   .   .   0B0 0B0",
         "worker 1 | .   1F0 2F0 .   .   .   2B0 2B0 1B0 1B0",

@@ -330,7 +330,7 @@ Hook = Callable[[nn.Parameter, list[int]], Any]
 def changing(parameter: nn.Parameter, calls: list[int]) -> Any:
     def hook(gradient: Tensor) -> Tensor:
         calls.append(1)
-        return gradient * 0.5 + 1
+        return gradient.view(-1).view_as(gradient) * 0.5 + 1  # laid out like the parameter
 
     return parameter.register_hook(hook)
 

@@ -23,7 +23,7 @@ from gpipe_bench.pipeline import (
     one_f_one_b,
     replay,
 )
-from gpipe_bench.pipeline.plan.links import Bucket, Gather
+from gpipe_bench.pipeline.plan.links import Bucket, Gather, bucket_bytes_of
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.planner import Costs, Request
@@ -101,11 +101,9 @@ def test_buckets_leave_inside_the_last_backward_and_the_update_waits() -> None:
     buckets = [[Bucket(0.5, 5)], [Bucket(0.5, 0.5), Bucket(1, 0.25)]]
     timeline = replay(gpipe(2, 1, "never"), SLOTS, reductions=buckets, update_s=[1, 1])
     assert spans(timeline) == [("reduce 0", 1, 3, 3.5), ("reduce 1", 1, 4, 4.25), ("reduce 0", 0, 5, 10)]
-    assert [(span.stage, span.start_s, span.end_s) for span in timeline.work] == [
-        (0, 10, 11),
-        (1, 4.25, 5.25),
-    ]
+    assert [(w.stage, w.start_s, w.end_s) for w in timeline.work] == [(0, 10, 11), (1, 4.25, 5.25)]
     assert timeline.makespan_s == 11
+    assert [bucket_bytes_of(mib * 2**20) / 2**20 for mib in (2, 8, 400)] == [1, 2, 25], "as docs/grid.md says"
 
 
 def test_a_bucket_waits_for_the_one_before_on_its_worker() -> None:

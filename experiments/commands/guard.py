@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace, say: Say) -> int:
     if not arguments.budget_s > 0:
-        raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 150")
+        raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 300")
     if arguments.base is None:
         refuse(arguments, OF_TIME, "is about what is timed; give a revision, --base REF")
     is_own = not (arguments.repo or arguments.benchmarks or arguments.command)

@@ -184,10 +184,8 @@ _RESAMPLES = 2000
 _SEED = 1811_06965  # fixed, so that the same samples have the same interval
 
 
-def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Percentile bootstrap interval of the median, in the samples' unit; None below two samples."""
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}; it is a share between 0 and 1, such as 0.95")
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """95 % percentile bootstrap interval of the median, in the samples' unit; None below two samples."""
     if len(samples) < 2:
         return None
     if min(samples) == max(samples):
@@ -196,8 +194,7 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
 
     values = numpy.asarray(samples, dtype=float)
     drawn = numpy.random.default_rng(_SEED).integers(0, len(values), (_RESAMPLES, len(values)))
-    outside = (1 - confidence) / 2
-    ends = numpy.quantile(numpy.median(values[drawn], axis=-1), (outside, 1 - outside))
+    ends = numpy.quantile(numpy.median(values[drawn], axis=-1), (0.025, 0.975))
     middle = statistics.median(samples)  # interpolation may leave their range by the last bit
     low, high = (min(max(float(end), min(samples)), max(samples)) for end in ends)
     return min(low, middle), max(high, middle)

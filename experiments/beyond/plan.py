@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from gpipe_bench.planner.model import Model
 
 PUBLISHED_STEPS, SWEEPS = "published steps", "published sweeps"
-SECONDS = {"smoke": 16.0, "short": 200.0, "full": 560.0}
+SECONDS = {"smoke": 16.0, "short": 150.0, "full": 560.0}
 """Approximate seconds of a model's case, by profile."""
-ON_PAPER_S = 130.0  # approximate seconds of each of the two cases on paper
+ON_PAPER_S = 20.0  # approximate seconds of each of the two cases on paper
 
 
 def cases(options: RunOptions) -> list[Case]:

@@ -115,10 +115,10 @@ def runs(case: str) -> list[Run]:
 
 
 def cases(options: RunOptions) -> list[Case]:
-    speeds = [Case({"part": "torchgpipe", "script": script}, 6.0) for script in SPEEDS]
+    speeds = [Case({"part": "torchgpipe", "script": script}, 2.5) for script in SPEEDS]
     sizes = [*runs("memory"), *runs("activations")]
-    memory = [Case({"part": each.case, "column": each.column}, 3.0) for each in sizes]
-    return [*(speeds[1:2] if options.profile == "smoke" else speeds + memory), Case({"part": "count"}, 2.0)]
+    memory = [Case({"part": each.case, "column": each.column}, 0.5) for each in sizes]
+    return [*(speeds[1:2] if options.profile == "smoke" else speeds + memory), Case({"part": "count"}, 1.0)]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:

@@ -20,7 +20,7 @@ import msgspec
 
 from gpipe_bench.experiments.commands.output import DONE, print_line, warn
 from gpipe_bench.experiments.drawing import Picture, pictures_of
-from gpipe_bench.experiments.paper.consistency_judging import beyond_the_margin, exact, spreads
+from gpipe_bench.experiments.paper.consistency_judging import exact
 from gpipe_bench.experiments.paper.table1_shown import table as table1
 from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
 from gpipe_bench.harness import PUBLISHED, REFERENCE, ROOT, short_path
@@ -330,15 +330,10 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
     trained = records.get("consistency", ())
     same = of_case(trained, "done", part="same seed")
     if same:
-        spread = spreads(trained, "images")
-        widest = max(spread, key=spread.__getitem__, default=0)
-        unsure = beyond_the_margin(trained, "images")
         found |= {
             "same_runs": f"{sum(exact(record) == 'identical' for record in same)} of {len(same)}",
             "own_runs": f"{len(of_case(trained, 'done', part='own seeds', model='images'))}",
-            "unsure": " and ".join(map(str, unsure)) or "none",
-            "widest": f"K = {widest}", "widest.times": f"{spread.get(widest, 0):.1f}",
-        }  # fmt: skip
+        }
     environments = [
         record.environment
         for several in records.values()

@@ -24,7 +24,7 @@ from ..paper import PaperNumber, PaperTable, percent, show
 from ..verdict import ANSWERS, QUESTIONS, Answer, Comparison
 from . import table as tables_of_words
 from .grid import Grid, fill
-from .table import MEANINGS, Table, numbered, parts_of, range_text
+from .table import MEANINGS, Table, numbered, parts_of, range_text, spread_text
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -73,7 +73,7 @@ def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Pa
     for name, cell in found.items():
         given[name] = "-" if cell.ours is None else show(cell.ours, cell.unit, DIGITS)
         given[f"{name}.paper"] = cell.printed
-        given[f"{name}.range"] = range_text(cell, DIGITS) or "-"
+        given[f"{name}.range"] = range_text(cell, DIGITS) or spread_text(cell) or "-"
         given[f"{name}.error"] = percent(cell.entry.error) if cell.entry and cell.entry.error else "-"
 
     def filled(text: str) -> str:

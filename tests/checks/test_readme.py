@@ -200,9 +200,9 @@ def test_command_lines_are_understood_and_most_run(
     assert status == 0, err
     assert out
     if command == "compare plan --full":  # what docs/plan.md says of it
-        assert re.search(r"error of the step time, median .* 1\.7 %", out)
-        assert re.search(r"error of the step time, worst .* 6\.8 %", out)
-        assert re.search(r"regret, worst of a model .* 2\.8 %", out)
+        assert re.search(r"error of the step time, median .* 1\.5 %", out)
+        assert re.search(r"error of the step time, worst .* 9\.7 %", out)
+        assert re.search(r"regret, worst of a model .* 1\.0 %", out)
         assert "13 of 13 inside" in out
 
 

@@ -25,6 +25,7 @@ from gpipe_bench.experiments.commands.report import answers, build, readings, ta
 from gpipe_bench.experiments.drawing import draw, drawn
 from gpipe_bench.experiments.paper.predictions import DIRECT_SKIPS
 from gpipe_bench.harness import REFERENCE
+from gpipe_bench.harness.compare import differences
 from gpipe_bench.harness.paper import load_paper, of_the_paper
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.page import PATH, cells_csv, first_screen, html
@@ -249,17 +250,16 @@ def test_figures_are_kept_only_for_the_records_they_show(tmp_path):
 
 
 @pytest.mark.parametrize("machine", sorted(path.name for path in REFERENCE.iterdir() if path.is_dir()))
-def test_the_reference_figures_show_the_reference_records(machine):
+def test_the_reference_records_are_of_one_clean_commit_and_machine_and_the_figures_show_them(machine):
+    kept = []
     for name in registry.EXPERIMENTS:
-        experiment = registry.load(name)
-        found, _ = readings(experiment, [(machine, REFERENCE / machine)])
-        if (
-            found
-            and experiment.figures is not None
-            and (REFERENCE / machine / "figures" / f"{name}.json").exists()
-        ):
-            shown = drawn(experiment, found[0].records, found[0].folder / "figures")
-            assert shown, f"the figures of {name} on {machine} are of other records; draw them again"
+        kept += Store(REFERENCE / machine).load(name).records
+        found, _ = readings(experiment := registry.load(name), [(machine, REFERENCE / machine)])
+        if found and (REFERENCE / machine / "figures" / f"{name}.json").exists():
+            assert drawn(experiment, found[0].records, found[0].folder / "figures"), f"draw {name} again"
+    made = {(each.environment["git_commit"], each.environment["git_dirty"]) for each in kept}
+    assert [dirty for _, dirty in made] == [False], made
+    assert not differences([each.environment for each in kept])
 
 
 @pytest.mark.parametrize("name", registry.EXPERIMENTS)

@@ -1,6 +1,6 @@
 """Divides the tests into two tiers.
 
-`nox -s tests` runs the first tier: the whole public behaviour once, within three minutes. The second tier,
+`nox -s tests` runs the first tier: the whole public behaviour once, within two minutes. The second tier,
 listed in `second_tier.txt` and marked `deep`, tests the same behaviour with more sizes and processes, and
 with signals and kills; `nox -s tests -- --all` and continuous integration run both.
 """

@@ -76,6 +76,8 @@ def test_several_stages_per_worker(tmp_path: Path) -> None:
     assert facts["placement"] == [0, 1, 2, 3, 3, 2, 1, 0]
     assert [worker["live_activations"] for worker in facts["workers"]] == [8] * 4
     assert facts["workers"][3]["stages"] == [3, 4]
+    _, out, _ = call("schedule", "interleaved", "--workers", 2, "--microbatches", 4)
+    assert out.startswith("interleaved: 4 stages on 2 workers"), "two a worker unless asked otherwise"
 
 
 def test_a_file_is_judged(tmp_path: Path) -> None:

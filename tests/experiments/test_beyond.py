@@ -67,6 +67,8 @@ def test_graphs_alive_are_counted_from_recomputation_to_the_weights() -> None:
         assert found.metric("graphs alive", schedule=name, M=8, remat=remat).value == graphs, name
     text = EXPERIMENT.tables([found])
     assert all(f"\n{name} " in text for name in schedules.NAMES)
+    made = [schedules.schedule_of(name, 4, 8, "never") for name in ("generated", "generated, V")]
+    assert [(each.num_stages, each.num_workers) for each in made] == [(4, 4), (8, 4)]
     assert EXPERIMENT.tables([]) == ""
 
 
@@ -123,7 +125,8 @@ def test_a_sweep_is_judged_by_its_order(monkeypatch: pytest.MonkeyPatch) -> None
     ranges = iter([(4.0, 3.5, 4.5), (2.0, 1.5, 2.5), (6.0, 4.0, 7.0)])
     monkeypatch.setattr(plan.Step, "predicted", lambda step: next(ranges))
     found = ran(PLAN, {"part": plan.SWEEPS})
-    assert len({str(each.key["name"]) for each in found.metrics}) == 3
+    numbered = {str(each.key["name"]).partition(":")[0] for each in found.metrics}
+    assert numbered == {"a sweep, 1", "a sweep, 2", "a sweep, 3"}
     line = next(line for line in plan.tables([found]).splitlines() if line.startswith("a sweep"))
     assert line.split()[2:] == ["3", "2", "0.50", "20.0", "%"]
 

@@ -34,6 +34,7 @@ from gpipe_bench.experiments.paper.consistency_protocol import (
     PATH,
     TOPICS,
     load_protocol,
+    subject_of,
 )
 from gpipe_bench.experiments.paper.consistency_tasks import (
     Images,
@@ -238,6 +239,8 @@ def test_records_under_another_protocol_are_not_judged(
     assert sentence(records).verdict == "not comparable"
     keys = [case.key for case in EXPERIMENT.cases(RunOptions()) if "model" in case.key]
     assert {key["protocol"] for key in keys} == {other.digest} != {PROTOCOL.digest}
+    stale = {(key["seed"], key["initial_seed"]) for key in keys if key["part"] == "asynchronous"}
+    assert stale == {(plan.stages[1][0], plan.initial[0]) for plan in other.plans.values()}
 
 
 def test_unequal_spreads_are_said_and_what_they_leave_open() -> None:
@@ -279,6 +282,8 @@ def test_the_papers_size_needs_images_of_ones_own() -> None:
     outcome = EXPERIMENT.run(case, options)
     assert outcome.status == "skipped"
     assert "--data" in outcome.reason
+    own = subject_of("images", RunOptions(profile="short", data="folder")).recipe
+    assert (own.augment, own.required_accuracy) == (True, 0.0), "nobody knows what one's own images reach"
 
 
 TEXT = replace(

@@ -18,15 +18,7 @@ from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.guard import COUNTERS
 from gpipe_bench.experiments.commands.output import BAD_USAGE, CASE_FAILED, DONE, VERDICT_FAILED
 from gpipe_bench.experiments.guard.arms import Arm, Base, Subject, WorkerError
-from gpipe_bench.experiments.guard.own import (
-    BENCHMARKS,
-    CASES,
-    content,
-    counters,
-    differences,
-    encode,
-    load,
-)
+from gpipe_bench.experiments.guard.own import BENCHMARKS, CASES, content, counters, differences, encode, load
 from gpipe_bench.experiments.guard.run import Finding, guard
 from gpipe_bench.harness.rounds import ARMS, Change, Judgement, Sample
 from gpipe_bench.pipeline.stage.layers import LayerRunner

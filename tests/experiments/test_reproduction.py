@@ -13,11 +13,7 @@ from records import ran
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.paper import computed, reproduction
-from gpipe_bench.experiments.paper.full_size import (
-    FullSize,
-    num_bytes,
-    product_flops,
-)
+from gpipe_bench.experiments.paper.full_size import FullSize, num_bytes, product_flops, tiled_elements
 from gpipe_bench.experiments.paper.predictions import EXPERIMENT, Run, amoebanet_memory, runs
 from gpipe_bench.experiments.paper.profiles import operations, unet_memory
 from gpipe_bench.experiments.paper.reproduction import Declared
@@ -236,6 +232,11 @@ def test_operations_and_memory_scaled_from_one_prime_number_of_examples_are_thos
         for each, of_loss in ((layers, loss), (full.profiles("float32", examples)[:-1], loss))
     )
     assert scaled == [wanted]
+
+
+def test_tiles_pad_both_lengths_in_the_direction_that_pads_less() -> None:
+    assert tiled_elements((5, 3, 200), "sequences") == 5 * 8 * 256
+    assert tiled_elements((200, 3, 5, 5), "images") == 5 * 5 * 256 * 8
 
 
 def test_an_operation_takes_the_longer_of_arithmetic_and_memory_and_fused_ones_nothing() -> None:

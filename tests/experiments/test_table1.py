@@ -12,21 +12,8 @@ from records import record
 from torch import nn
 
 from gpipe_bench.experiments.paper import largest as search
-from gpipe_bench.experiments.paper.largest import (
-    Placement,
-    Setting,
-    fits,
-    largest,
-    place,
-    place_anyhow,
-)
-from gpipe_bench.experiments.paper.profiles import (
-    Combination,
-    Reading,
-    amoebanet,
-    held_by_stages,
-    profiled,
-)
+from gpipe_bench.experiments.paper.largest import Placement, Setting, fits, largest, place, place_anyhow
+from gpipe_bench.experiments.paper.profiles import Combination, Reading, amoebanet, held_by_stages, profiled
 from gpipe_bench.experiments.paper.profiles import transformer as relabelled
 from gpipe_bench.experiments.paper.table1 import EXPERIMENT
 from gpipe_bench.harness.experiment import Case, RunOptions

@@ -113,6 +113,7 @@ def test_a_configuration_that_runs_out_of_memory_leaves_the_others_their_numbers
     first, *others = found.steps
     assert first.out_of_memory == f"all stages in one process: {NO_ROOM}"
     assert ORDER.count(1) == fits + 1  # not tried again
+    assert (first.turns, first.counts) == ([], {})
     assert not any(each.out_of_memory for each in others)
     _, details = results(job, [found])
     assert [cell["out_of_memory"] for cell in details["cells"].values()] == [first.out_of_memory, "", ""]
@@ -153,6 +154,9 @@ def test_link_update_and_setup_lengthen_the_step_and_are_told_apart():
     assert lay_out(timed(), Link("slow", 0.0, 1e5)).makespan_s > plain
     assert lay_out(timed(update_s=(0.005, 0.005))).makespan_s == pytest.approx(plain + 0.005)
     assert lay_out(timed(setup_s=0.003)).makespan_s == pytest.approx(plain + 0.003)
+    data = timed(unit_s=0.01, setup_s=0.003).to_data()
+    assert data["setup_ms"] == pytest.approx(3)
+    assert all(each["low"] <= each["median"] <= each["high"] for each in data["actions_ms"].values())
     apart = take_apart(timed(slow=1.7, setup_s=0.001, update_s=(0.002, 0.004)), Link("slow", 1e-4, 1e6))
     assert sum(apart.shares.values()) == Fraction(1)
     assert all(apart.shares[part] > 0 for part in ("load imbalance", "communication", "setup"))

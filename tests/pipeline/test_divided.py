@@ -13,16 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from case_runner import Outcomes, assert_passed, named
-from ranks import (
-    assert_gradients,
-    grid,
-    joint_step,
-    on,
-    own_part,
-    raises,
-    transformer,
-    words,
-)
+from ranks import assert_gradients, grid, joint_step, on, own_part, raises, transformer, words
 from tiny_models import mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist

@@ -423,7 +423,7 @@ def test_a_layer_that_cannot_be_split_does_it_all_in_I() -> None:  # noqa: N802
     stage, unsplit = (stage_bytes(each.chain([linear(), stuck], inputs)) for each in (profiler(), Profiler()))
     whole, split_up = (
         stage_memory(stage, tuple(map(Action.parse, row.split())), is_first=False)
-        for row in ("0F0 0F1 0B0 0B1", "0F0 0F1 0I0 0I1 0W0 0W1")
+        for row in ("0F0 0B0 0F1 0B1", "0F0 0I0 0F1 0I1 0W0 0W1")
     )
     assert (whole.peak, whole.gradients) == (split_up.peak, split_up.gradients)
     with pytest.raises(ValueError, match=r"say nothing of; profile with Profiler\(split_backward=True\)"):

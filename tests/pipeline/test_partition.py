@@ -26,12 +26,7 @@ from gpipe_bench.pipeline import (
 )
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS
 from gpipe_bench.pipeline.memory.trace import LayerProfile, TensorSpec
-from gpipe_bench.pipeline.plan.partition import (
-    Partition,
-    cumulative_shares,
-    fills,
-    partition_by,
-)
+from gpipe_bench.pipeline.plan.partition import Partition, cumulative_shares, fills, partition_by
 
 costs_lists = st.one_of(
     st.lists(st.integers(0, 30), min_size=1, max_size=9),

@@ -14,16 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_bench.models import MODELS
-from gpipe_bench.pipeline import (
-    NAMED,
-    Boundary,
-    InProcess,
-    Pipeline,
-    Pop,
-    PortalSequential,
-    Profiler,
-    Stash,
-)
+from gpipe_bench.pipeline import NAMED, Boundary, InProcess, Pipeline, Pop, PortalSequential, Profiler, Stash
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 

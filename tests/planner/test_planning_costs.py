@@ -243,4 +243,8 @@ def test_each_size_is_timed_in_every_way_as_often_as_there_are_rounds() -> None:
     assert found.parameter_bytes == ((4 * 16 * 16, 4 * 16),) * 6
     fine = next(run for run in found.runs if run.way == "fine")
     assert {action.stage for action in fine.actions} == {layer for layer, _ in fine.update_s} == set(range(6))
-    assert measured([found]).at(2).seconds("G", range(6)) > 0
+    costs = measured([found])
+    assert costs.at(2).seconds("G", range(6)) > 0
+    assert [len(run) for run in costs.jitter] == [1] * 8, "of one process, each coarse run"
+    short = found._replace(runs=tuple(run for run in found.runs if run.way == "coarse" or run.size == 1)[1:])
+    assert "1 to 2 rounds" in measured([short]).provenance["layers"]

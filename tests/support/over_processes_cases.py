@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.beyond.plan_steps import (
-    NUM_WORKERS,
-    REPLICATED,
-    WAYS,
-    processes_of,
-)
+from gpipe_bench.experiments.beyond.plan_steps import NUM_WORKERS, REPLICATED, WAYS, processes_of
 from gpipe_bench.experiments.beyond.trainings import Planned
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.named import named

@@ -86,6 +86,7 @@ class TooLarge(Probe):
 
     def step(self, batch: Any, target: Any, loss_fn: Any) -> None:
         super().step(batch, target, loss_fn)
+        self.timeline = replay(gpipe(2, self.count), {Kind.F: 1, Kind.R: 1, Kind.B: 2})
         if self.count == 1 and ORDER.count(1) > FITS[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 41.30 GiB.\nmore advice")
 

@@ -125,6 +125,7 @@ def written(*rows: str, remat: str = "never") -> Schedule:
             "worker 1 stands at 1F1 and needs 0F1, which worker 0 takes only",
         ),
         ("0F0 0F1 0B0 0B1|1F1 1F0 1B0 1B1", "stage 0 sends 0F0 to stage 1, which waits for 0F1 first"),
+        ("0F0 0B0 0F0|1F0 1B0", "stage 0 takes 0F0 more than once"),
         ("0F0 0F1 0B0 0B1|1F0 1F1 1B0", "stage 1 takes micro-batch 1 through F; .* it needs F B"),
         ("0F20000000", "no action is of micro-batch 0, but one is of micro-batch 20000000"),
         ("0F1000000000 7B0", "no action is of stage 1, but one is of stage 7"),
@@ -133,6 +134,15 @@ def written(*rows: str, remat: str = "never") -> Schedule:
 def test_what_cannot_be_executed_says_why(rows: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         validate(written(*rows.split("|")))
+
+
+def test_rows_are_of_the_workers_stages_and_a_placement_has_each_stage() -> None:
+    good = gpipe(2, 1, "never")
+    first, second = good.actions
+    with pytest.raises(ValueError, match=r"stage 0 holds 1B0, outside stage 0 or outside micro"):
+        validate(dataclasses.replace(good, actions=((*first, *second[1:]), second[:1])))
+    with pytest.raises(ValueError, match=r"\(0, 1, 0\) does not give each of 4 stages a worker"):
+        validate(dataclasses.replace(named("interleaved", 2, 2), placement=(0, 1, 0)))
 
 
 def test_a_file_that_recomputes_other_micro_batches_is_refused() -> None:
